@@ -40,8 +40,7 @@ def test_the_explorer(chrome, place):
 def test_the_page_of_a_run(chrome, tmp_path):
     model = toy()
     trace = record(STAGES["paged"], model, mixed(), model)
-    text = page.filled(page.data_of({"paged": trace}, load()[1]))
-    (path := tmp_path / "run.html").write_text(text, encoding="utf-8")
+    page.write(path := tmp_path / "run.html", page.data_of({"paged": trace}, load()[1]))
     chrome.get(path.as_uri())
     assert faults(chrome) == {}
 

@@ -34,7 +34,6 @@ COMMITTED = build.PAGE.read_text(encoding="utf-8")
 DATA = json.loads(re.search(r'id="data">(.*?)</script>', COMMITTED, re.DOTALL)[1])
 RUN_OF = {run["name"]: run for run in DATA["runs"]}
 STOPS = {stop["title"]: (i, stop) for i, stop in enumerate(DATA["walk"])}
-AGAIN = "python -m lab.explorer.build"
 SIZES = [(1400, 900), (390, 844)]
 
 
@@ -74,13 +73,13 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
 
 
 def test_the_committed_page_is_that_of_todays_template():
-    assert page.filled(DATA) == COMMITTED, AGAIN
+    assert page.filled(DATA) == COMMITTED, "run python -m lab.explorer.build"
     assert "default-src 'none'" in COMMITTED   # it loads nothing
 
 
 @pytest.mark.thorough
 def test_the_committed_page_is_what_the_command_builds():
-    assert json.loads(json.dumps(build.data())) == DATA, AGAIN   # on any machine
+    assert json.loads(json.dumps(build.data())) == DATA   # on any machine
 
 
 def test_the_walk_counts_its_figures_itself():
@@ -94,11 +93,8 @@ def test_the_walk_counts_its_figures_itself():
         gaps = [max(b - a for a, b in zip(ms[1:], ms[2:])) for ms in times]
         for wait in max(gaps), max(ms[1] - ms[0] for ms in times):
             assert re.search(rf" {wait:.0f}( ms|\.$)", point["text"])
-    assert any(sum(run["passes"]["recomputed"]) for run in RUN_OF.values())
     assert all(max(RUN_OF[name]["passes"]["reserved"]) <= 26 * 16 for name in (build.SAME, *PAGED))
     assert [name for name, run in RUN_OF.items() if run["check"]["wrong"]] == [build.MASK]
-    asked = [stop["ask"] for stop in DATA["walk"] if "ask" in stop]
-    assert len(asked) >= 3 and all(len({*ask["choices"]}) == 3 for ask in asked)
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -135,6 +131,11 @@ class Page:
         self.run("location.hash = arguments[0]", address)
         self.run("return new Promise(done => setTimeout(done, 50))")
         return self
+
+    def back(self):
+        self.run("""return new Promise(done => {
+            addEventListener("popstate", () => done(), {once: true});
+            history.back(); })""")
 
     @property
     def now(self):
@@ -247,15 +248,15 @@ def test_a_run_of_300_requests_stays_usable(show):
     """Its sights are left out, and no step draws more than those that run."""
     small = toy(loud=False, n_layer=1, n_head=1, n_embd=1, dtype=torch.float32)
     requests = [Request([i % 13] * 12, 4, arrival=i // 3) for i in range(300)]
-    shown = show(traces={"paged": record(STAGES["paged"], small, requests)})
+    trace = record(STAGES["paged"], small, requests)
+    shown = show(traces={"paged": trace})
     drawn = shown.run("""return ticks.map((_, tick) => tick).filter(tick => tick % 5 === 0).map(
       tick => {
         go(tick);
         return document.querySelectorAll("*").length;
       })""")
     assert len(drawn) > 20 and max(drawn) < 1000
-    assert "Not measured in this run: prompts and longest answers have 4,800 tokens, more than " \
-        "4,000" in shown.texts(".sees p")[0]
+    assert trace.recording.left_out in shown.texts(".sees p")[0] and trace.recording.left_out
     with broken("column positions", show=False):   # which can be told without them
         assert record(STAGES["dynamic"], small, requests).recording.wrong > 0
 
@@ -292,8 +293,6 @@ def test_an_address_leads_back(show):
     hash = shown.run("return new Promise(done => setTimeout(() => done(location.hash), 450))")
     assert hash == shown.address != address
     assert show("%%%&run=%3Cb%3E").now.startswith("step ")
-    for nonsense in "run=nothing&step=-5", "step=1e9&slot=9.9.9.9&stop=77", "own=0-x_&memory=-1":
-        assert shown.go_to(nonsense).now.startswith("step ")
 
 
 IN_SIGHT = """
@@ -334,58 +333,43 @@ def test_the_walk_frames_what_it_speaks_of_and_keeps_its_place(size, show):
 
 
 EXITS = """
+    const [stop, exits, choice, all] = arguments, half = [];
     const shown = selector => [...document.querySelectorAll(selector)].filter(
       node => node.offsetParent);
     const whole = () => views.length && views.every(({panels}) => Object.values(panels).every(
       panel => panel.childElementCount)) && $("now").textContent.startsWith("step ")
       && (state.own ? shown(".row").length === state.own.requests.length
         : shown("#stop")[0].textContent) && $("views").childElementCount;
-    const [stop] = arguments, {ask} = DATA.walk[stop], half = [];
-    let taken = 0, error = "";
-    addEventListener("error", ({message}) => { error = message; });
-    const walk = (exits, choice, all) => {
-      const come = () => {
-        answered.clear();
-        shown("#walk button")[stop + 1].click();
-        if (choice !== undefined) shown(".choices button")[choice].click();
-        if (all) $("all").click();
-        return shown(exits);
-      };
-      for (const n of come().keys()) {
-        const exit = come()[n], {textContent} = exit;
-        exit.click();
-        taken++;
-        if (error || !whole()) half.push([choice, all, textContent, error]);
-        error = "";
-      }
+    const come = () => {
+      answered.clear();
+      shown("#walk button")[stop + 1].click();
+      if (choice >= 0) shown(".choices button")[choice].click();
+      if (all) $("all").click();
+      return shown(exits);
     };
-    walk("#walk button, #stop button, #all, #on, .scores button");
-    walk("#mine, #all, #on, #edit", undefined, true);
-    for (const choice of ask ? [0, 1, 2, 3] : []) {   // 3: show me
-      walk("#mine, #stop button, #all, #on", choice);
-      walk("#edit", choice, true);
+    const number = come().length;
+    for (let n = 0; n < number; n++) {
+      const exit = come()[n], {textContent} = exit;
+      exit.click();
+      if (!whole()) half.push(textContent);
     }
-    return [taken, half];"""
+    return [number, half];"""
 
 
 def test_every_exit_from_every_stop_leads_to_a_whole_page(show):
-    """Whatever was answered."""
+    """Whatever was answered; and no exit raises an error, see `show`."""
     shown = show()
     for i, stop in enumerate(DATA["walk"]):
-        taken, half = shown.run(EXITS, i)
+        ways = [("#walk button, #stop button, #all, #on, .scores button", -1, False),
+                ("#mine, #all, #on, #edit", -1, True)]
+        for choice in range(4) if "ask" in stop else ():   # 3: show me
+            ways += [("#mine, #stop button, #all, #on", choice, False), ("#edit", choice, True)]
+        taken = 0
+        for way in ways:
+            exits, half = shown.run(EXITS, i, *way)
+            assert half == [], (stop["title"], way)
+            taken += exits
         assert taken >= len(DATA["walk"]) + 5 + 20 * ("ask" in stop)
-        assert half == [], stop["title"]
-
-
-def test_back_goes_back_a_stop(show):
-    from selenium.webdriver.support.wait import WebDriverWait
-    shown = show()
-    for i in (2, 4):
-        shown.run("visit(arguments[0])", i)
-    for i in (2, 0):
-        shown.run("play(true); history.back()")
-        WebDriverWait(shown.browser, 30).until(lambda _: shown.run("return state.stop") == i)
-        assert shown.texts("#play") == ["play"]
 
 
 @pytest.mark.parametrize("motion, seconds", [("no-preference", "0.9s"), ("reduce", "0s")])
@@ -508,15 +492,10 @@ def test_each_control_changes_the_link_and_back_takes_it_back(show):
     from selenium.webdriver.common.keys import Keys
     shown = show(OWN)
 
-    def back():
-        shown.run("""return new Promise(done => {
-            addEventListener("popstate", () => done(), {once: true});
-            history.back(); })""")
-
     def changed(want):
         shown.run("saveAddress()")   # which happens by itself, 0.4 seconds later
         assert want in shown.run("return location.hash")
-        back()
+        shown.back()
         assert OWN in shown.address
 
     for number, key, want in ((0, Keys.ARROW_RIGHT, "own=25-40_60"), (2, Keys.ARROW_LEFT, "24-36_"),
@@ -541,11 +520,8 @@ def test_each_control_changes_the_link_and_back_takes_it_back(show):
         changed(want)
     assert len(shown.texts(".row")) == 4
     shown.click("#more")
-    hashes = shown.run("""return new Promise(done => setTimeout(() => {
-        const {hash} = location;
-        history.back();
-        addEventListener("popstate", () => done([hash, location.hash])); }, 600))""")
-    assert ["70-5-0-1_70-5-0-1" in hash for hash in hashes] == [True, False]
+    hash = shown.run("return new Promise(done => setTimeout(() => done(location.hash), 600))")
+    assert "70-5-0-1_70-5-0-1" in hash   # by itself
 
 
 def test_one_returns_to_what_one_has_left(show):
@@ -557,23 +533,27 @@ def test_one_returns_to_what_one_has_left(show):
     shown.click("#walk li:nth-child(4) button")
     shown.click("#mine")
     assert [shown.now, shown.address] == [step, address]
-    shown.click("#walk li:nth-child(4) button")
-    shown.run("return new Promise(done => { onpopstate = () => done(); history.back(); })")
-    assert [shown.now, shown.address] == [step, address]
+    for number in 4, 6:
+        shown.click(f"#walk li:nth-child({number}) button")
+    for there in "stop=1", address:
+        shown.run("play(true)")
+        shown.back()
+        assert there in shown.address and shown.texts("#play") == ["play"]
+    assert shown.now == step
 
 
 def test_a_damaged_link_says_what_is_lost(show):
     shown = show()
     for address, said in (
             ("own=24-40_x_12-60&page_size=0", "1 request (“x”), page size=0 (now 16)"),
-            ("own=24-40_11", "1 request (“11”)"), ("own=", "1 request (“”)"),
+            ("own=0-x_&memory=-1", "2 requests (“0-x”, “”), memory=-1 (now 2048)"),
             ("own=24-40&run=pagged&memry=9", "memry, run=pagged (paged is shown)"),
             ("run=naive&beside=ragged&step=3", ""), ("stop=3", ""),
-            ("run=ragged, varlen&step=3", "run=ragged, varlen (unbatched is shown)"),
-            ("run=naive&beside=two", "beside=two (none is shown)"), ("stop=10", "stop=10")):
+            ("run=nothing&step=-5", "run=nothing (unbatched is shown)"),
+            ("run=naive&beside=two", "beside=two (none is shown)"),
+            ("step=1e9&slot=9.9.9.9&stop=10", "stop=10")):
         assert shown.go_to(address).texts("#note") == [
             said and f"In this link, {said} could not be read."]
-    shown.go_to("run=nothing")
     shown.click("#mine")
     assert shown.texts("#note") == [""]   # it is said once
 
@@ -589,15 +569,13 @@ def test_the_focus_stays_where_a_request_is_removed(show):
 
 def test_what_is_drawn_after_a_change_is_what_its_address_draws(show):
     """A change fills the frames that are there; a page that is opened makes them anew."""
+    pixels = "return [...document.querySelectorAll('canvas')].map(canvas => canvas.toDataURL())"
     shown = show(OWN + "&beside=naive&ms=40")
     shown.click("#more")
     shown.run("go(3)")
-    drawn = [shown.texts("body", "innerText"), shown.run(PIXELS)]
+    drawn = [shown.texts("body", "innerText"), shown.run(pixels)]
     again = show(shown.address[1:])
-    assert [again.texts("body", "innerText"), again.run(PIXELS)] == drawn
-
-
-PIXELS = "return [...document.querySelectorAll('canvas')].map(canvas => canvas.toDataURL())"
+    assert [again.texts("body", "innerText"), again.run(pixels)] == drawn
 
 
 def test_a_mouse_may_press_anywhere_on_a_bar_and_a_finger_on_its_thumb(show):
@@ -622,15 +600,10 @@ def test_requests_are_pasted_as_lengths_and_as_json(show):
             ("500 60\n\n40, 120", "own=500-60_40-120&", "2 requests."),
             ('{"prompt": 30, "answer": 8}\n{"prompt": 4, "answer": 9, "arrival": 5}\n4 5',
              "own=30-8_4-9-5_4-5&", "3 requests."),
-            ("{", "4-5&", "line 1 is not JSON"), ("", "4-5&", "1 to 40 requests, please"),
-            ("8 9\n0 5", "4-5&",
-             "line 2: a prompt's tokens must be a whole number from 1 to 8,192, not 0"),
-            ("8", "4-5&", "line 1: two numbers, not “8”"),
-            ("prompt,answer", "4-5&", "line 1: a prompt's tokens must be"),
-            ('{"prompt": 4}', "4-5&", "line 1: an answer's tokens must be"),
-            ('{"prompt": 4, "answer": 5, "arrival": -5}', "4-5&", "line 1: an arrival in ms"),
-            ('{"prompt": "a text", "answer": 5}', "4-5&", "line 1: a prompt's tokens must be"),
-            ("40 120 25", "4-5&", "line 1: two numbers, not “40 120 25”")):
+            ("{", "4-5&", "line 1 is not JSON"), ("", "4-5&", "1 to 40 requests"),
+            ("8 9\n0 5", "4-5&", "line 2: a prompt's tokens"), ("8", "4-5&", "line 1: two numbers"),
+            ('{"prompt": 4}', "4-5&", "line 1: an answer's tokens"),
+            ('{"prompt": 4, "answer": 5, "arrival": -5}', "4-5&", "line 1: an arrival in ms")):
         shown.run("""if (!state.own) openOwn();
                      document.querySelector("textarea").value = arguments[0];""", text)
         shown.click(".paste button")
@@ -641,34 +614,24 @@ def test_requests_are_pasted_as_lengths_and_as_json(show):
 def test_a_line_says_the_plan_and_what_waits_for_what(show):
     own, shown = "own=40-9_40-9_40-9_9-9&memory=112", show()
     for stage, step, said in (
-            ("paged", 0, "prefill of A (40), B (24). C D wait for the token budget."),
-            ("paged", 1, "Step 1: 17 of 64 tokens, the token budget: 1 decode, then "
-             "prefill of B (16). C D wait for memory: C needs 3 pages, 1 free."),
-            ("ragged", 1, "prefill of B (16). C D wait for memory: C would reserve 48 tokens "
-             "(the last one of its answer needs none), 16 free."),
-            ("ragged&max_new_tokens=20", 0, "A (40). B C D wait for memory: B would reserve 59 "
-             "tokens (the last one of its answer needs none), 53 free."),
-            ("prefix", 1, "C D wait for memory: C needs at most 3 pages, 1 free."),
-            ("chunked&max_batch=2", 1, "prefill of B (16). C D wait for a place."),
-            ("dynamic", 1, "2 decodes. C D wait for a place: more than 2 at once might not fit "
-             "into the memory."),
-            ("dynamic&max_batch=1", 1, "1 decode. B C D wait for a place."),
-            ("dynamic", 9, "prefill of C (40), D (9). 31 of its 80 slots are pads."),
-            ("naive&max_batch=1", 1, "1 decode. B C D wait for the batch."),
-            ("unbatched", 1, "1 decode. B C D wait for a turn.")):
+            ("paged", 0, r"A \(40\), B \(24\)\. C D wait for the token budget"),
+            ("paged", 1, r"17 of 64 tokens, .* B \(16\)\. C D .* memory: C .* 3 pages, 1 free"),
+            ("ragged", 1, r"B \(16\)\. C D wait for memory: C .* 48 tokens .*, 16 free"),
+            ("ragged&max_new_tokens=20", 0, r"B C D .* memory: B .* 59 tokens .*, 53 free"),
+            ("chunked&max_batch=2", 1, r"B \(16\)\. C D wait for a place"),
+            ("dynamic", 1, r"2 decodes\. C D wait for a place: more than 2 at once"),
+            ("dynamic", 9, r"C \(40\), D \(9\)\. 31 of its 80 slots")):
         shown.go_to(f"{own}&run={stage}").run("go(arguments[0])", step)
-        assert shown.texts("#said")[0].endswith(said)
+        assert re.search(said, shown.texts("#said")[0])
     sentences = """return ticks.map((_, i) => { go(i); return [
         $("said").textContent, $("other").firstElementChild.textContent]; })"""
     shown.go_to("own=30-40_30-40_30-40&memory=128&run=paged&beside=ragged")
-    first, second = zip(*shown.run(sentences))
-    assert any("C (preempted) waits for the next step: none is admitted in a step that preempts."
-               in text for text in first)
+    first, second = map("\n".join, zip(*shown.run(sentences)))
     for said, sentence in (
-            (first, "paged, step .* C .preempted. waits for memory: C needs 3 pages, [02] free"),
-            (second, "ragged, step .* B C wait for memory: B would reserve 69 tokens .the last one "
-             "of its answer needs none., 59 free")):
-        assert any(re.match(sentence, text) for text in said), "\n".join(said)
+            (first, r"C \(preempted\) waits for the next step"),
+            (first, r"paged, step .* C \(preempted\) waits for memory: C .* 3 pages, [02] free"),
+            (second, "ragged, step .* B C wait for memory: B .* 69 tokens .*, 59 free")):
+        assert re.search(sentence, said), said
     assert shown.run("return $('said').ariaLive") == "polite"
 
 
@@ -697,31 +660,22 @@ def test_two_timelines_fit_a_laptop_and_so_do_the_knobs(size, show):
     own = shown.run(bottoms, "#lines, #other, #knobs, #more")
     assert shown.run("return state.own.requests.length") == 8 and len(own) == 4
     assert max(own) < shown.run("return $('transport').getBoundingClientRect().top"), own
-    assert [name for name in shown.texts(".knob small") if name] == [
-        "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks × block_size", "block_size",
-        "max_tokens"]   # vLLM's
-
-
-def test_a_phone_begins_with_what_it_is_about_and_can_be_read(show):
-    shown = show()
-    resize(shown.browser, 390, 844)
-    for stop in range(len(DATA["walk"])):
-        for address in f"stop={stop}", OWN + "&beside=prefix":   # comes from the walk
-            sizes = shown.go_to(address).run("""
-                return [...document.querySelectorAll("body *")].filter(
-                  node => node.offsetParent && node.firstChild?.nodeType === Node.TEXT_NODE).map(
-                  node => parseFloat(getComputedStyle(node).fontSize)).filter(size => size > 0)""")
-            assert min(sizes) >= 11, address
-        assert 0 <= shown.run("return $('bench').getBoundingClientRect().top") < 150
 
 
 @pytest.mark.parametrize("width", [390, 320])
-def test_nothing_overflows_a_phone(width, show):
+def test_a_phone_can_be_read_and_nothing_overflows(width, show):
     shown = show()
     resize(shown.browser, width, 844)
-    for address in ("stop=2", "stop=4&all=1&run=chunked&ms=50", "stop=9", OWN + "&beside=ragged"):
-        shown.go_to(address)
+    stops = [f"stop={i}" for i in range(len(DATA["walk"]))]
+    for address in (*stops, "stop=4&all=1&run=chunked&ms=50", OWN + "&beside=ragged"):
+        sizes = shown.go_to(address).run("""
+            return [...document.querySelectorAll("body *")].filter(
+              node => node.offsetParent && node.firstChild?.nodeType === Node.TEXT_NODE).map(
+              node => parseFloat(getComputedStyle(node).fontSize)).filter(size => size > 0)""")
+        assert min(sizes) >= 11, address
         assert shown.run("return document.documentElement.scrollWidth") == width, address
+    # whoever comes from the walk begins with what it is about
+    assert 0 <= shown.run("return $('bench').getBoundingClientRect().top") < 150
     top = shown.run("$('more').scrollIntoView(); return $('top').getBoundingClientRect().top")
     assert abs(top) < 1   # the timeline stays above the bars
 
@@ -744,34 +698,26 @@ def test_recorded_runs_follow_from_their_lengths(show):
     assert sorted(differ) == sorted([*SCRIPTS, build.SAME])
 
 
-def test_a_runs_lengths_become_own_requests(show):
-    shown = show(traces={stage: recorded(stage) for stage in ("dynamic", "prefix")})
-    assert len(shown.texts(".scores tr")) == 1 + len(SCRIPTS)   # the same lengths on every stage
-    assert marked(shown) == ["dynamic recorded"] and {*shown.texts(".scores td small")} == {
-        " no limit"}   # none was set
-    shown.click("#edit")
-    assert shown.run("return state.own.requests.length") == len(mixed())
-    assert shown.run("return [state.run, state.beside]") == ["dynamic", "prefix"]   # as before
-
-
-def marked(shown):
-    """The rows of the scoreboard that say more than their stage's name."""
-    return [text for text in shown.texts(".scores th[scope=row]") if " " in text]
-
-
-def test_a_limit_that_was_set_binds_all_stages_on_the_page_of_a_run(show):
-    trace = recorded("prefix", pages=8, page_size=4, token_budget=16)
-    trace.recording.knobs["policy"] = "sjf"   # as --page says it
-    shown = show(traces={"prefix": trace})
-    assert marked(shown) == ["prefix recorded under sjf, here fcfs"]
-    assert {*shown.texts(".scores td small")} == {" of 32"}
-    shown.click("#edit")
-    assert shown.run("return state.own.memory") == 32
+def test_a_runs_lengths_become_own_requests_and_its_limit_binds_all_stages(show):
+    lengths = "const {run, beside, own} = state; return [run, beside, own.requests.length]"
+    small = recorded("prefix", pages=8, page_size=4, token_budget=16)
+    small.recording.knobs["policy"] = "sjf"   # as --page says it
     many = [Request([i % 13] * 50, 5) for i in range(40)]   # 54 tokens, or 4 pages
-    shown = show(traces={"ragged, varlen": record(SCRIPTS["ragged"], BUILTIN, many, max_batch=40)})
-    assert marked(shown) == ["ragged recorded"]
-    shown.click("#edit")   # where a memory is always set: then to one that is enough
-    assert shown.run("return [state.run, state.own.memory]") == ["ragged", 40 * 4 * 16]
+    wide = record(SCRIPTS["ragged"], BUILTIN, many, max_batch=40)
+    # where none was set, one's own requests have a memory that is enough
+    for traces, said, limit, own, memory in (
+            ({stage: recorded(stage) for stage in ("dynamic", "prefix")}, "dynamic recorded",
+             " no limit", ["dynamic", "prefix", 11], 2048),
+            ({"prefix": small}, "prefix recorded under sjf, here fcfs",
+             " of 32", ["prefix", "", 11], 32),
+            ({"ragged, varlen": wide}, "ragged recorded",
+             " no limit", ["ragged", "", 40], 40 * 4 * 16)):
+        shown = show(traces=traces)
+        stages = shown.texts(".scores th[scope=row]")
+        assert len(stages) == len(SCRIPTS) and [text for text in stages if " " in text] == [said]
+        assert {*shown.texts(".scores td small")} == {limit}
+        shown.click("#edit")
+        assert shown.run(lengths) == own and shown.run("return state.own.memory") == memory
 
 
 def test_with_little_memory_no_stage_takes_more(show):
@@ -781,34 +727,25 @@ def test_with_little_memory_no_stage_takes_more(show):
     assert {*sorted(scores, key=lambda stage: scores[stage]["speed"])[-2:]} == {*PAGED}
 
 
-def test_a_link_has_a_title_and_a_step(show):
-    shown = show(OWN)
-    assert shown.run("return document.title") == "your own requests · nanoBatch explorer"
+def test_a_link_with_a_title_and_a_step_can_be_copied_and_pasted(show):
+    shown = show(OWN + "&ms=200")
     shown.run("$('title').focus()")
     shown.press("Why <b>pages</b>?")
-    shown.run("go(7)")
     step, address = shown.now, shown.address
     assert "title=Why+%3Cb%3Epages%3C%2Fb%3E%3F&own=" in address
-    shown = show(address[1:])
-    assert shown.now == step and shown.address == address
-    assert shown.texts("#about") == ["Why <b>pages</b>?"] == shown.texts("#title", "value")
-    assert shown.run("return document.title") == "Why <b>pages</b>? · nanoBatch explorer"
-    shown.click("#walk li:nth-child(4) button")
-    assert shown.run("return document.title") == "one request · nanoBatch explorer"
-    assert shown.texts("#about")[0].startswith("how an LLM server")
-
-
-def test_what_is_copied_from_a_file_can_be_pasted(show):
-    shown = show(OWN + "&title=two&ms=200")
-    step, address = shown.now, shown.address
     shown.click("#copy")
-    said, = shown.texts("#note")
-    assert said.startswith("This page is a file on your computer") and said.endswith(address)
+    assert shown.texts("#note")[0].endswith(address)   # all of it that others can use: it is a file
     for link in address, "https://example.org/explorer.html" + address:
         shown.go_to("own=4-5")
         shown.run("document.querySelector('textarea').value = arguments[0]", link)
         shown.click(".paste button")
         assert (shown.now, shown.address) == (step, address)
+    shown = show(address[1:])
+    assert (shown.now, shown.address) == (step, address)
+    assert shown.texts("#about") == ["Why <b>pages</b>?"] == shown.texts("#title", "value")
+    assert "Why <b>pages</b>?" in shown.run("return document.title")
+    shown.click("#walk li:nth-child(4) button")
+    assert "Why" not in shown.run("return document.title") + shown.texts("#about")[0]
 
 
 def test_kinds_differ_without_colour(show):

@@ -5,6 +5,7 @@ Python's own `generate` runs random loads on a calculated GPU (lab/simulate/), w
 """
 import json
 import random
+from os.path import commonprefix
 from types import SimpleNamespace
 
 import pytest
@@ -120,12 +121,6 @@ def test_the_twin_makes_pythons_plans(stage, javascript):
         assert_same(json.loads(run), python(stage, *load(seed)))   # `seed` is in the report
 
 
-def alike(a, b):
-    """With how many equal tokens two lists begin."""
-    return next((i for i, (one, other) in enumerate(zip(a, b)) if one != other),
-                min(len(a), len(b)))
-
-
 def test_the_twin_makes_vllms_plans(javascript):
     """Those that were recorded: the page says so, and of how many."""
     version, works = plans.recorded()
@@ -135,7 +130,7 @@ def test_the_twin_makes_vllms_plans(javascript):
         whole = [each["prompt"] + each["answer"] for each in work["requests"]]
         loads.append([{"prompt": len(each["prompt"]), "answer": len(each["answer"]),
                        "arrival": each["arrival"],
-                       "equal": [alike(tokens, other) for other in whole[:i]]}
+                       "equal": [len(commonprefix([tokens, other])) for other in whole[:i]]}
                       for i, (each, tokens) in enumerate(zip(work["requests"], whole))])
     knobs = [{name: work[name] for name in ("max_batch", "token_budget", "pages", "page_size")}
              for work in works]
