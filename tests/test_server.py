@@ -209,7 +209,7 @@ def test_any_may_leave_and_any_pass_may_fail(seed):
         raise failure
 
     while engine.busy or engine.number < 60:
-        if engine.number < 60 and rng.random() < 0.4 or not engine.busy:
+        if engine.number < 60 and rng.random() < 0.6 or not engine.busy:
             asked.append(Request(stem[:rng.randint(1, 9)] + [rng.randrange(5)], rng.randint(1, 6),
                                  rng.choice([0, 1]), seed=rng.randrange(9)))
             engine.add(asked[-1])
@@ -552,7 +552,7 @@ WRONG = [   # a body, or the fields of one beside its prompt; and what the refus
     ({"temperature": math.nan}, "'temperature': "), ({"user": "", "x": 1}, "'x': "),
     ({"\ud800": 1}, "the body must"), ({"n": True}, "'n': "), ({"top_p": -0.1}, "'top_p': "),
     ({"logprobs": 0}, "'logprobs': "), ({"echo": True}, "'echo': "), ({"top_k": -2}, "'top_k': "),
-    ({"presence_penalty": 0.1}, "'presence_penalty': "), ({"min_p": False}, "'min_p': "),
+    ({"presence_penalty": 0.1}, "'presence_penalty': "), ({"min_p": 0.1}, "'min_p': "),
     ({"repetition_penalty": 0}, "'repetition_penalty': "), ({"min_tokens": 1}, "'min_tokens': "),
     ({"stream_options": {"x": 1}}, "_options.x'"), ({"stop": ""}, "'stop': it must be"),
     ({"best_of": 2}, "'best_of': it must be n, 1, not 2"), ({"user": "\ud800"}, "'user': Input "),
