@@ -77,9 +77,7 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
     script = chrome.execute_script
     with serving() as running:
         chrome.get(running.url)
-        running.until(lambda: script("return hello !== null"))
         running.until(lambda: script("return requests.size") == 12)   # a first visit sends a dozen
-        running.until(lambda: script("return $('said').textContent").startswith("A dozen"))
         assert script("return $('speed').value") == "0.1"
 
         def chunks():   # of the long prompt, beside others that decode
@@ -160,11 +158,10 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
         running.until(lambda: not running.engine.busy)
         script("hear({...hello, started: 0})")   # another server, whose r12 is another one
         assert script("return boxes[0].name") is None
-        text = "return $('views').textContent"
-        running.until(lambda: script(text).startswith("Nothing has run while"))
         script("hear({pace: 0, paused: true, notes: [{new: [], tokens: [], tables: {}, ended: {}, "
                "pass: null, cached: [], waiting: ['r13', 'r14']}]})")   # it has seen no step
-        running.until(lambda: script(text).startswith("0 running, 2 waiting: they are drawn from"))
+        text = "return $('views').textContent"
+        running.until(lambda: "2 waiting" in script(text))
         with page(running):   # another page
             script("control({pace: 0.25, paused: true})")
             running.until(lambda: script("return paused"))
