@@ -106,7 +106,11 @@ BAD = [   # what is called, and what its error says
     ("lab/simulate/__main__.py --clients 0", "--clients: must be a whole number of at least 1"),
     ("lab/simulate/__main__.py --json no/x.json", "--json no/x.json: No such file"),
     ("lab/server/__main__.py --port 99999", "--port must be 0 to 65535"),
-    ("lab/experiments/__main__.py nix", "invalid choice: 'nix' (choose from .. bench"),
+    *((f"lab/experiments/__main__.py {flags}", said) for flags, said in (
+        ("nix", "invalid choice: 'nix' (choose from .. bench"),
+        ("bench --systems nix", "ragged"), ("rows --json no/x.json", "--json no/x.json"),
+        ("gaps --model nix", "nix"), ("bench --model nix", "nix"),
+        ("train --steps 0", "--steps"), ("train --out README.md", "--out"))),
 ]
 
 
@@ -199,12 +203,6 @@ def test_text_files_of_any_kind(tmp_path):
     (tmp_path / "p.txt").write_text("\n  \n")
     with pytest.raises(ValueError, match="p.txt: there is no prompt in it"):
         read_prompts(tmp_path / "p.txt")
-
-
-@pytest.mark.parametrize("texts", [[], ["--texts"]])
-def test_a_blank_line_divides_texts_from_figures(texts):
-    out = run(generate_ragged, "--max_new_tokens", 1, "--no_check", *texts)[1]
-    assert out.count("\n\nstage: ragged") == 1
 
 
 def flags_of(stage):

@@ -52,7 +52,7 @@ STAGES = {   # name: (generate, what a run of it may do that others do not)
 GUESSES = [stage for stage in STAGES if "guesses" in stage]
 
 
-def run(stage, requests, model=MODEL, **knobs):
+def run(stage, requests, model=MODEL, knobs={}):
     """The contract, for copies of these requests."""
     generate, more = STAGES[stage]
     requests = [*map(replace, requests)]
@@ -88,10 +88,6 @@ def crowds(draw, stages):
     pages = None if more is None else smallest_pool(requests, pressure["page_size"]) + more
     return (draw(st.sampled_from(stages)), requests, draw(st.sampled_from([MODEL, QUIET])),
             knobs_of(pressure, pages=pages))
-
-
-def check_run(stage, requests, model, knobs):
-    run(stage, requests, model, **knobs)
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -305,8 +301,8 @@ def serve_though_some_fail(model, requests, knobs, fails):
 
 
 ESSAYS = {   # also for test_traps.py
-    "beyond/speculative.py": (crowds(GUESSES), check_run),
-    "beyond/ahead.py": (crowds(["ahead"]), check_run),
+    "beyond/speculative.py": (crowds(GUESSES), run),
+    "beyond/ahead.py": (crowds(["ahead"]), run),
     "beyond/rollout.py": (rollouts(), check_rollout),
     "beyond/sessions.py": (agents(), check_sessions),
     "beyond/hybrid.py": (hybrids(), check_hybrid)}
@@ -370,45 +366,46 @@ def test_nothing_is_accepted_after_a_stop_token_that_was_guessed(prompt, stop):
 
 
 FIRST, TIGHT = Request([1], 9, name="A"), dict(token_budget=2, page_size=2)
-CALLS = {   # one of its arguments -> a run with this value
-    "guesses": lambda value: speculative.generate(MODEL, FIRST, guesses=value),
-    "models": lambda value: rollout.generate(value, [3], FIRST),
-    "changes": lambda value: rollout.generate(MODELS[:2], value, FIRST),
-    "scheduler": lambda value: rollout.generate(MODELS[:2], [3], FIRST, scheduler=value),
-    "scheduler ": lambda value: ahead.generate(MODEL, FIRST, scheduler=value),
-    "sessions": lambda value: sessions.generate(MODELS[0], value),
-    "first": lambda value: sessions.generate(MODELS[0], [Session(value)]),
-    "then": lambda value: sessions.generate(MODELS[0], [Session(replace(FIRST), value)]),
-    "keep": lambda value: sessions.generate(MODELS[0], [Session(replace(FIRST))], keep=value),
-    "by_session": lambda value: sessions.generate(
-        MODELS[0], [Session(replace(FIRST))], by_session=value),
-    "period": lambda value: Hybrid(toy(n_layer=4).config, 8, value),
-    "pages": lambda value: hybrid.generate(HYBRIDS[3, 4], FIRST, pages=value),
-    "passed_first": lambda value: hybrid.generate(HYBRIDS[3, 4], FIRST, passed_first=value),
-    "policy": lambda value: FairScheduler(8, 64, 9, 4, value),
-    "bound": lambda value: FairScheduler(8, 64, 9, 4, "sjf", value)}
 TURN = (1, [1], 1)
 
 
-@pytest.mark.parametrize("argument, wrong", [
-    ("guesses", [1.5, None, "4", [2], -1, True]),
-    ("models", [MODELS[0], [1, 2], None, "ab", []]),
-    ("changes", [["a"], None, 5, [1.0], [-1], [3, 2], [3, 3], "3"]),
-    ("scheduler", [None, 5, PrefixScheduler]), ("scheduler ", [None, "lifo", dict, PagedScheduler]),
-    ("sessions", [None, 5, "ab", [FIRST], {"a": 1}]), ("first", [None, [1], "a"]),
-    ("then", [None, 5, [5], "abc", TURN, [(1, [1])], [(1.5, [1], 1)], [("1", [1], 1)],
-              [(-1, [1], 1)], [(1, "a", 1)], [(1, (1,), 1)], [(1, [1.5], 1)], [(1, None, 1)],
-              [(1, [1], 0)], [(1, [1], 1.5), TURN], [TURN, (1.5, [1], 1)]]),
-    ("keep", ["x", None, -1, math.nan, [1], True]),
-    ("by_session", ["x", None, 2]), ("passed_first", ["x", None, 2]),
-    ("period", [2.0, "2", None, 1, 3]), ("pages", [None, 2.5, "9", 0]),
-    ("policy", ["lifo", None, [1]]), ("bound", ["x", None, -1, math.nan])])
-def test_a_value_of_a_wrong_type_is_refused_before_anything_runs(argument, wrong):
+def session(*then, **knobs):
+    return sessions.generate(MODELS[0], [Session(replace(FIRST), *then)], **knobs)
+
+
+@pytest.mark.parametrize("argument, call, wrong", [   # a run with this value, and what it refuses
+    ("guesses", lambda value: speculative.generate(MODEL, FIRST, guesses=value),
+     [1.5, None, "4", [2], -1, True]),
+    ("models", lambda value: rollout.generate(value, [3], FIRST),
+     [MODELS[0], [1, 2], None, "ab", []]),
+    ("changes", lambda value: rollout.generate(MODELS[:2], value, FIRST),
+     [["a"], None, 5, [1.0], [-1], [3, 2], [3, 3], "3"]),
+    ("scheduler", lambda value: rollout.generate(MODELS[:2], [3], FIRST, scheduler=value),
+     [None, 5, PrefixScheduler]),
+    ("scheduler", lambda value: ahead.generate(MODEL, FIRST, scheduler=value),
+     [None, "lifo", dict, PagedScheduler]),
+    ("sessions", lambda value: sessions.generate(MODELS[0], value),
+     [None, 5, "ab", [FIRST], {"a": 1}]),
+    ("first", Session, [None, [1], "a"]),
+    ("then", session,
+     [None, 5, [5], "abc", TURN, [(1, [1])], [(1.5, [1], 1)], [("1", [1], 1)], [(-1, [1], 1)],
+      [(1, "a", 1)], [(1, (1,), 1)], [(1, [1.5], 1)], [(1, None, 1)], [(1, [1], 0)],
+      [(1, [1], 1.5), TURN], [TURN, (1.5, [1], 1)]]),
+    ("keep", lambda value: session(keep=value), ["x", None, -1, math.nan, [1], True]),
+    ("by_session", lambda value: session(by_session=value), ["x", None, 2]),
+    ("passed_first", lambda value: hybrid.generate(HYBRIDS[3, 4], FIRST, passed_first=value),
+     ["x", None, 2]),
+    ("pages", lambda value: hybrid.generate(HYBRIDS[3, 4], FIRST, pages=value),
+     [None, 2.5, "9", 0]),
+    ("period", lambda value: Hybrid(toy(n_layer=4).config, 8, value), [2.0, "2", None, 1, 3]),
+    ("policy", lambda value: FairScheduler(8, 64, 9, 4, value), ["lifo", None, [1]]),
+    ("bound", lambda value: FairScheduler(8, 64, 9, 4, "sjf", value), ["x", None, -1, math.nan])])
+def test_a_value_of_a_wrong_type_is_refused_before_anything_runs(argument, call, wrong):
     """In one line that names the argument."""
     for value in wrong:
         with patch.object(GPT, "forward", side_effect=AssertionError("it runs")):
-            with pytest.raises(ValueError, match=f"{argument.strip()} must be .*, not ") as error:
-                CALLS[argument](value)
+            with pytest.raises(ValueError, match=f"{argument} must be .*, not ") as error:
+                call(value)
         assert str(error.value).isprintable()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, mixed, refused
+from common import ROOT, mixed
 
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
@@ -186,16 +186,6 @@ def test_like_is_compared_with_like():
 
 
 # --- the runner -----------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("flags, word", [
-    ("nix", "ladder"), ("bench --systems nix", "ragged"),
-    ("rows --json no/x.json", "--json no/x.json"), ("gaps --model nix", "nix"),
-    ("bench --model nix", "nix"), ("train --steps 0", "--steps"),
-    ("train --out README.md", "--out")])
-def test_a_bad_flag_is_one_line(flags, word, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    refused(word, runner.main, flags.split())
-
 
 def smaller(monkeypatch):
     """What quick runs measure, smaller still."""
