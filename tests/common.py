@@ -38,8 +38,6 @@ BLOCK_SIZE, VOCAB = 24, 13
 settings.register_profile("all tests", deadline=None, derandomize=True,
                           suppress_health_check=[*HealthCheck])
 settings.load_profile("all tests")
-
-
 THOROUGH = "THOROUGH" in os.environ   # set by conftest.py
 
 
@@ -212,8 +210,6 @@ def assert_trace(trace, requests, late=0):
 # --- backends -------------------------------------------------------------------------------------
 
 EVEN = dict(n_head=4, n_embd=16)   # so that two ranks can share them
-
-
 BACKENDS = {   # name: (model, the model to compare with, tolerance); ranks need a process group
     "float64": lambda: (toy(),) * 2 + (1e-10,),
     "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
@@ -317,9 +313,10 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
 
 def checked(scheduler, step):
     """The plan of this step. What is asserted holds of each step of every scheduler."""
-    before, times = list(scheduler.running), times_preempted(scheduler)
+    counts = scheduler.pool.counts if isinstance(scheduler, PagedScheduler) else Counter()
+    before, times = list(scheduler.running), counts["preemptions"]
     plan, running = scheduler.schedule(step), scheduler.running
-    preempted = times_preempted(scheduler) - times
+    preempted = counts["preemptions"] - times
     # those that ran go on, in their order; then newcomers, but in no step that preempts
     went_on = [request for request in before if request in running]
     assert len(went_on) == len(before) - preempted and running[:len(went_on)] == went_on
@@ -343,10 +340,6 @@ def checked(scheduler, step):
         tokens = request.kv_tokens if due else request.computed + n
         assert len(request.block_table) == scheduler.pool.needed(tokens)
     return plan
-
-
-def times_preempted(scheduler):
-    return scheduler.pool.counts["preemptions"] if isinstance(scheduler, PagedScheduler) else 0
 
 
 def assert_books(scheduler):

@@ -13,16 +13,7 @@ from unittest.mock import patch
 import common
 import pytest
 import torch
-from common import (
-    BATCHED,
-    SCHEDULED,
-    STAGES,
-    alone,
-    assert_contract,
-    contract,
-    knobs_of,
-    mixed,
-)
+from common import BATCHED, SCHEDULED, STAGES, assert_contract, contract, knobs_of, mixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tensor_parallel import assert_right
@@ -215,28 +206,21 @@ def test_a_pad_is_the_first_token_of_its_own_row(stage):
 
     def look(step, batch):
         if batch.tokens.dim() == 2:
-            for row, (request, places) in enumerate(rows_of(batch)):
-                pads.extend((request.pad, token) for i, token in enumerate(
-                    batch.tokens[row].tolist()) if i not in places)
+            T = batch.tokens.size(1)
+            places = [(row, T - n, T) for row, (_, n) in enumerate(batch.plan)]
+            owner, left = {}, batch.tokens.clone()
+            for (row, first, end), (request, _) in sorted(
+                    zip(getattr(batch, "places", places), batch.plan), key=lambda each: each[0]):
+                owner.setdefault(row, request)   # the first of several prompts in a row
+                left[row, first:end] = -1
+            pads.extend((owner[row].pad, token) for row, tokens in enumerate(left.tolist())
+                        for token in tokens if token >= 0)
 
     requests = [Request([i, *range(6, 6 + n)], 4, arrival=i // 4)
                 for i, n in enumerate([0, 3, 5, 1, 6, 2])]
     with observed(model, look):
         STAGES[stage](model, requests, **knobs_of(stage, max_batch=4, token_budget=6))
     assert len({*pads}) > 1 and all(pad == token for pad, token in pads)
-
-
-def rows_of(batch):
-    """[(the first request of a row, the columns of its tokens), ...]"""
-    T = batch.tokens.size(1)
-    rows = [(request, {*range(T - n, T)}) for request, n in batch.plan]
-    if hasattr(batch, "places"):   # several prompts in a row
-        rows = {}
-        for (request, _), (row, first, end) in sorted(
-                zip(batch.plan, batch.places), key=lambda pair: pair[1]):
-            rows.setdefault(row, (request, set()))[1].update(range(first, end))
-        rows = [*rows.values()]
-    return rows
 
 
 def test_what_overflows():
@@ -268,7 +252,7 @@ def failing(number, dtype=torch.float64):
     return model
 
 
-RIGHT = lru_cache(lambda: [alone(MODEL, request)[0] for request in mixed()])
+RIGHT = lru_cache(lambda: [common.alone(MODEL, request)[0] for request in mixed()])
 
 
 @pytest.mark.parametrize("stage", STAGES)

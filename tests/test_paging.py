@@ -7,32 +7,17 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 
+import common
 import pytest
 import torch
-from common import (
-    POOLED,
-    STAGES,
-    alone,
-    assert_contract,
-    assert_pages,
-    cancel_now,
-    checked,
-    examples,
-    queue,
-    smallest_pool,
-    toy,
-    update,
-    workloads,
-)
+from common import POOLED, STAGES, checked, examples, queue, smallest_pool, toy, workloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from cache import KV
-from generate_paged import Paged, paged_attention
+from generate_paged import Paged
 from generate_prefix import PrefixScheduler, page_hash
 from lab.server.engine import Engine
 from model import GPTConfig, causal, sample
@@ -43,7 +28,8 @@ MODEL = toy()
 
 
 def test_a_context_may_be_shorter_than_a_default_page():
-    assert_contract(model := toy(block_size=8), STAGES["paged"], [Request([1, 2], 2), Request([3])])
+    model, requests = toy(block_size=8), [Request([1, 2], 2), Request([3])]
+    common.assert_contract(model, STAGES["paged"], requests)
     assert Engine(model).pool.page_size == 16
 
 
@@ -62,15 +48,6 @@ def test_the_size_of_the_pool(stage, max_batch, pages, made_of):
     assert stopped.value.args == ((max_batch, 7, made_of, 4),)
 
 
-def test_eight_answers_to_one_prompt_compute_it_once():
-    """But for its last page, because the last token is always computed; in the first step, too."""
-    for stage, slots in ("paged", 8 * 88 + 8 * 31), ("prefix", 88 + 7 * 8 + 8 * 31):
-        requests = [Request([1] * 88, 32, 0.9, seed=i) for i in range(8)]
-        trace = STAGES[stage](toy(block_size=128), requests, token_budget=1024)
-        assert sum(p.slots for p in trace.passes) == slots
-        assert {request.token_steps[0] for request in requests} == {0}
-
-
 # --- what a kernel is given -----------------------------------------------------------------------
 
 def test_the_four_tensors_of_the_docstring():
@@ -80,28 +57,6 @@ def test_the_four_tensors_of_the_docstring():
     assert batch.query_start_loc.tolist() == [0, 1, 4] and batch.seq_lens.tolist() == [10, 3]
     assert batch.block_table.tolist() == [[0, 2, 3], [1, 0, 0]]
     assert batch.slot_mapping.tolist() == [13, 4, 5, 6]
-
-
-@settings(max_examples=examples(400))
-@given(requests=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=5),
-       page_size=st.integers(1, 5), seed=st.integers(0, 99),
-       group=st.sampled_from([(), (1,), (3,)]))
-def test_paged_attention_is_attention_over_each_requests_own_keys(requests, page_size, group, seed):
-    """requests: (keys of its past, new tokens). group: Llama's queries have one more axis."""
-    random = torch.Generator().manual_seed(seed)
-    new, seq_lens = [n for _, n in requests], [past + n for past, n in requests]
-    needed = [-(-S // page_size) for S in seq_lens]
-    pages = torch.randperm(sum(needed) + 2, generator=random)
-    tables = pages[:sum(needed)].split(needed)   # scattered, and padded with any page
-    q, k, v = (torch.randn(*shape, 4, generator=random, dtype=torch.float64) for shape in (
-        (*group, 2, sum(new)), *[(2, len(pages), page_size)] * 2))
-    out = paged_attention(q, k, v, torch.tensor([0, *accumulate(new)]), torch.tensor(seq_lens),
-                          pad_sequence(tables, batch_first=True, padding_value=int(pages[-1])))
-    for mine, part, table, n, S in zip(out.split(new, -2), q.split(new, -2), tables, new, seq_lens):
-        keys, values = (t[:, table].flatten(1, 2)[:, :S].expand(*group, -1, -1, -1) for t in (k, v))
-        causal = torch.ones(n, S, dtype=torch.bool).tril(S - n)
-        expected = F.scaled_dot_product_attention(part, keys, values, causal)
-        assert (mine - expected).abs().max() < 1e-12
 
 
 # --- everything at once, step by step -------------------------------------------------------------
@@ -148,8 +103,6 @@ def assert_held(batch, running):
 
 
 NONE = st.none()
-
-
 EVENTS = st.lists(max_size=30, elements=st.tuples(
     st.one_of(NONE, NONE, st.integers(0, 3)), st.one_of(NONE, NONE, st.integers(0, 6))))
 
@@ -184,7 +137,7 @@ def every_step(case, share, events):
         assert_writes(batch, scheduler.running)
         arguments = batch.tokens, batch.positions, batch.attend, batch.wanted
         if fails_at is None:
-            update(scheduler, plan, sample(MODEL(*arguments), batch.sampled))
+            common.update(scheduler, plan, sample(MODEL(*arguments), batch.sampled))
         else:
             block = [*MODEL.h, MODEL.ln_f][fails_at]
             with (block.register_forward_pre_hook(lambda *_: 1 / 0),
@@ -193,12 +146,12 @@ def every_step(case, share, events):
             if share:
                 scheduler.undo(plan)
         for request in requests[cancelled:cancelled + 1] if cancelled is not None else ():
-            cancel_now(scheduler, request)
-        assert_pages(scheduler)
+            common.cancel_now(scheduler, request)
+        common.assert_pages(scheduler)
         assert_held(batch, scheduler.running)
         step += 1
     for request in requests:
-        tokens, _, reason = alone(MODEL, request)
+        tokens, _, reason = common.alone(MODEL, request)
         assert request.block_table is None
         assert request.generated == tokens[:len(request.generated)]
         assert request.finish_reason in (reason, "cancelled")
