@@ -128,13 +128,15 @@ gone = len(self.running) < many
     "another file that raises, and another part": ("a", [
         ("request.py", lambda text: text + "broken()\n"),
         ("scheduler.py", lambda text: text.replace("def release(self", "def releases(self"))])}
+# of the body of `schedule`, which has a docstring of one line
+FIRST = (ROOT / "scheduler.py").read_text().splitlines().index("    def schedule(self, step):") + 3
 WRONG = {   # the body of schedule: what is said
     "import pytest; pytest.skip('later')": "raises Skipped: later",
     "import os; os._exit(0)": "ends the process (status 0)",
     "return open('/proc/self/environ').read()": "is not a file of this folder",
     "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A1",
     "return": "it returns: None, expected []: is a `return` missing?",
-    "self = self\nreturn 1 / 0": "(scheduler.py, line 57: return 1 / 0)",
+    "self = self\nreturn 1 / 0": f"(scheduler.py, line {FIRST + 1}: return 1 / 0)",
     "while True: pass": "takes more than 10 seconds of CPU time",
     "x = [0] * 10**12": "raises MemoryError",
     "import os; os.fork(); return []": "os.fork is not allowed here",
