@@ -167,7 +167,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "                self.cache_filled(request, start, end)")],
     "a failed pass leaves pages that can be found": [
         ("generate_prefix.py:PrefixScheduler.undo", "self.pool.forget(page)", "pass")],
-    "who has found a page of a failed pass goes on": [
+    "a request that found a page of a failed pass goes on": [
         ("generate_prefix.py:PrefixScheduler.undo", "self.preempt(request)", "pass")],
     "an assumed token names a page": [
         (CACHE, "end = min(end, request.known)", "pass")],

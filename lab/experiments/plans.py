@@ -15,17 +15,16 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 from beyond import ahead
 from beyond.fairness import FairScheduler
 from generate_prefix import PrefixPool, PrefixScheduler
 from lab import flags
+from lab.loading.recorded import RECORDED, recorded
+from lab.views.rungs import NoModel
 from paging import PagedScheduler
 from request import Request, indices_due, prepare
 from toolbox.trace import observed
 
-RECORDED = Path(__file__).parent / "results" / "vllm_plans.jsonl.gz"
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "vllm.md"
 RECORDER = Path(__file__).parent / "vllm_plans.py"
 MODEL = SimpleNamespace(block_size=4096, vocab_size=1000)
@@ -205,13 +204,6 @@ RULES = (WholePrompts, FoundAfterThePass, LeastRecentlyUsed, OnePageAHash)
 
 # --- the command ----------------------------------------------------------------------------------
 
-def recorded():
-    """(vLLM's version, workloads with their `plans`) as committed."""
-    with gzip.open(RECORDED, "rt", encoding="utf-8") as file:
-        head, *lines = map(json.loads, file)
-    return head["vllm"], lines
-
-
 def record(python, kinds, number, seed):
     """As `recorded`, made by vLLM now."""
     made = [work for kind in kinds for work in workloads(kind, number, seed)]
@@ -256,19 +248,9 @@ SCHEDULERS = {"fcfs": PrefixScheduler,
               "priority": partial(FairScheduler, policy="priority", bound=TOO_MANY)}
 
 
-class Zeros:
-    """A model that computes nothing and answers 0; its observers see each batch."""
-
-    def __init__(self):
-        self.config, self.device, self.observers = MODEL, torch.device("cpu"), []
-
-    def __call__(self, tokens, positions, attend, wanted):
-        return torch.zeros(len(wanted), 2)
-
-
 def plans_ahead(work):
     """As plans_of, of beyond/ahead.py."""
-    model, plans = Zeros(), []
+    model, plans = NoModel(MODEL), []   # it answers 0
     with observed(model, lambda step, batch: plans.append(
             [step, {request.name: n for request, n in batch.plan}])):
         ahead.generate(model, as_requests(work), work["max_batch"], work["token_budget"],
