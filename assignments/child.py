@@ -1,60 +1,41 @@
 """
 Runs somebody's code on cases, in a process of its own, and writes down what it gives.
 
-    python -E -P -B child.py JOBS OUT SECONDS GIGABYTES
+    python -E -P -B child.py FOLDER SECONDS GIGABYTES < cases > answers
 
-JOBS: [[folder, cases], ...]; a case is {"call": a function of the folder's kit/run.py, and its
-arguments}. OUT gets a line of JSON for each: {"value": ...}, or {"error": ...}, with the lines on
-its way.
+Cases are a JSON list of {"call": a function of calls.py beside this file, and its arguments}. There
+is a line of JSON for each of them: {"value": ...}, or {"error": ...} with the lines on its way.
 
-No answer is known here: code that ends the process, patches it, reads its frames or writes into OUT
-gains nothing. What it may touch is limited, too: its own folder, and Python's packages to read.
+No answer is known here. So code that ends the process, patches it, reads its frames or writes lines
+of its own gains nothing. But this is no sandbox: see README.md.
 """
-import importlib.util
+import importlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Collection, Set
 
-FORBIDDEN = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "os.link",
-             "os.symlink", "pty.", "subprocess.", "socket.")
-READS = "open", "os.listdir", "os.scandir"
-CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate",
-           "shutil.")
-WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+FORBIDDEN = ("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.kill", "pty.",
+             "subprocess.", "socket.")   # an os.fork in a loop of cases is a fork bomb
 
 
-def limit(seconds, gigabytes):
-    """Of CPU time and memory. Windows has none: the clock of the parent is the only limit."""
+def limit(seconds, gigabytes, forbidden=FORBIDDEN):
+    """Of CPU time and memory, where the system has them; and no other processes or sockets."""
+    def check(event, args):
+        if event.startswith(forbidden):
+            raise PermissionError(f"{event} is not allowed here")
+
+    sys.addaudithook(check)
     try:
         import resource
-    except ImportError:
+    except ImportError:   # Windows: the parent's clock is the only limit
         return
     for name, most in ("CPU", seconds), ("AS", gigabytes << 30), ("FSIZE", 1 << 26), ("CORE", 0):
         try:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most + (name == "CPU")))
         except (ValueError, OSError):   # macOS does not limit memory
             pass
-
-
-def guard(folder, realpath=os.path.realpath, decode=os.fsdecode):
-    """Python's audit hook: PermissionError for other files, processes and sockets."""
-    mine = tuple(f"{realpath(place)}{os.sep}" for place in (folder, os.devnull))
-    readable = mine + tuple(f"{realpath(place)}{os.sep}" for place in sys.path)
-    forbidden, reading, changing, write = FORBIDDEN, READS, CHANGES, WRITE   # nobody exchanges them
-
-    def check(event, args):
-        reads, changes = event in reading, event.startswith(changing)
-        if event.startswith(forbidden):
-            raise PermissionError(f"{event} is not allowed here")
-        if (reads or changes) and args[0] is not None and not isinstance(args[0], int):
-            changes = changes or event == "open" and (args[2] or 0) & write
-            if not f"{realpath(decode(args[0]))}{os.sep}".startswith(mine if changes else readable):
-                raise PermissionError(f"{decode(args[0])} is not a file of this folder")
-
-    if not hasattr(sys, "getwindowsversion"):   # Python's own files are anywhere there
-        sys.addaudithook(check)
 
 
 def plain(value):
@@ -75,65 +56,44 @@ def plain(value):
 
 
 def error_of(error):
-    """What was raised, and the lines of the folder's code on the way to it."""
-    frames = [[os.path.relpath(frame.filename), frame.lineno, frame.line]
-              for frame in traceback.extract_tb(error.__traceback__)
-              if os.path.realpath(frame.filename).startswith(os.getcwd() + os.sep)]
+    """What was raised, and its way through files, as [[file, line, text], ...]."""
+    way = [[frame.filename, frame.lineno, frame.line]
+           for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
-        frames = [[os.path.relpath(error.filename or ""), error.lineno, (error.text or "").strip()]]
+        way = [[error.filename or "", error.lineno or 0, (error.text or "").strip()]]
     return {"type": type(error).__name__, "says": " ".join(str(error).split())[:150],
-            "frames": frames[-20:]}
+            "way": way[-30:]}
 
 
-def load(folder):
-    """The folder's kit/run.py, and anew what it imports from the folder."""
-    before = os.getcwd() + os.sep
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(before):
-            del sys.modules[name]
-    os.chdir(folder)
-    sys.path[0] = folder
-    spec = importlib.util.spec_from_file_location("run", os.path.join(folder, "kit", "run.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def answer(run, call, **arguments):
+def answer(call, **arguments):
+    """What a call gives: {"value": ...} or {"error": ...}."""
     try:
-        value = plain(getattr(run, call)(**arguments))
+        value = plain(call(**arguments))
         json.dumps(value)
         return {"value": value}
     except BaseException as error:   # SystemExit and pytest's Skipped, too
         return {"error": error_of(error)}
 
 
-def main(jobs, out, seconds, gigabytes):
-    with open(jobs, encoding="utf-8") as file:
-        jobs = [(os.path.realpath(folder), cases) for folder, cases in json.load(file)]
-    out = open(out, "w", encoding="utf-8")
-    ours = tuple(os.path.realpath(place) + os.sep for place in (sys.prefix, sys.base_prefix))
-    sys.path[:] = [place for place in sys.path   # and no folder that a .pth file has added
-                   if os.path.realpath(place).startswith(ours)
-                   or place.endswith(("site-packages", "dist-packages"))]
-    if os.path.exists(os.path.join(jobs[0][0], "model.py")):
-        importlib.import_module("torch")   # it looks around on the machine, so it comes first
-    sys.path.insert(0, jobs[0][0])
+def main(folder, seconds, gigabytes):
+    kit = os.path.dirname(os.path.abspath(__file__))
+    os.chdir(folder)
+    sys.path[:0] = [kit, os.getcwd()]
+    cases, out = json.load(sys.stdin), sys.stdout
+    sys.stdout = sys.stderr   # what code prints is no answer
+    if os.path.exists("model.py"):
+        importlib.import_module("torch")   # before the limits: it asks for a lot of addresses
     limit(int(seconds), int(gigabytes))
-    if len(jobs) == 1:   # somebody's own; several are ours
-        guard(jobs[0][0])
-    for folder, cases in jobs:
-        try:
-            run, failed = load(folder), None
-        except BaseException as error:
-            failed = {"error": {**error_of(error), "loading": True}}
-        for case in cases:
-            said = failed or answer(run, **case)
-            out.write(json.dumps(said) + "\n")
-            out.flush()
-            if said.get("error", {}).get("type") == "MemoryError":   # it would be so in each case
-                break
-    sys.__stdout__.flush()
+    calls, failed = None, None
+    try:
+        calls = importlib.import_module("calls")
+    except BaseException as error:
+        failed = {"error": {**error_of(error), "loading": True}}
+    for case in cases:
+        said = failed or answer(getattr(calls, case.pop("call")), **case)
+        print(json.dumps(said), file=out, flush=True)
+        if said.get("error", {}).get("type") == "MemoryError":   # it would be so in each case
+            break
     os._exit(0)   # whatever threads it has left behind
 
 

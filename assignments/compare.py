@@ -1,11 +1,11 @@
 """
-What a part's code gives, compared with what is right: in a student's copy, and in grading.
+What code gives, beside what is right: in a student's copy, in grading, and in the notebooks.
 
-    said = fault(part, *ask([(folder, part["cases"])], seconds, gigabytes))     None: right
+    said = fault(part, *ask(folder, part["cases"], seconds, gigabytes))     None: right
 
-A part is a dict: points, title, functions, cases; for each case the right answer; and mistakes,
-{sentence: for each case what this mistake gives, None where that is right}. An answer is a line of
-the child: {"value": ...} or {"error": ...}.
+A part is a dict: cases; for each case the right answer; and mistakes, {sentence: for each case what
+this mistake gives, or None where that is right}. An answer is what child.py writes: {"value": ...}
+or {"error": ...}.
 """
 import json
 import math
@@ -14,40 +14,34 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from itertools import zip_longest
 from pathlib import Path
 
 # Of the largest number in a value. All is computed in float64: another order of sums changes it by
 # 1e-13 or less, a detour over float32 by 1e-8 or more.
 TOLERANCE = 1e-10
-CHILD = Path(__file__).resolve().with_name("child.py")
 NAME = re.compile("[A-Z]|r[0-9]+")   # of a request
 
 
-def ask(jobs, seconds, gigabytes, quiet=True):
+def ask(folder, cases, seconds, gigabytes, quiet=True):
     """
-    Runs child.py on [(folder, cases), ...]. Returns its answers, and how it ended, in words. The
+    Runs a folder's kit/child.py on cases. Returns its answers, and how it ended, in words. The
     clock stops what waits for ever, long after the limit of CPU time.
     """
-    folder = str(jobs[0][0])
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "SYSTEMROOT") if name in os.environ}
-    to = subprocess.DEVNULL if quiet else None
-    with tempfile.TemporaryDirectory() as place:
-        given, out = Path(place, "jobs.json"), Path(place, "out.jsonl")
-        given.write_text(json.dumps(jobs, default=str), "utf-8")
-        try:
-            status = subprocess.run(
-                [sys.executable, "-E", "-P", "-B", CHILD, given, out, str(seconds), str(gigabytes)],
-                cwd=folder, stdin=to, stdout=to, stderr=to, timeout=20 * seconds,
-                env={**kept, "OMP_NUM_THREADS": "1", "TMPDIR": folder}).returncode
-            ended = (f"takes more than {seconds} seconds of CPU time"
-                     if status == -getattr(signal, "SIGXCPU", 0) != 0 else
-                     f"ends the process (status {status})")
-        except subprocess.TimeoutExpired:
-            ended = f"waits for more than {20 * seconds} seconds"
-        lines = out.read_text("utf-8", errors="replace").splitlines() if out.exists() else []
-    return [*map(read, lines)], ended
+    command = [sys.executable, "-E", "-P", "-B", Path(folder, "kit", "child.py").resolve(), folder]
+    try:
+        done = subprocess.run(
+            [*command, str(seconds), str(gigabytes)], input=json.dumps(cases).encode(),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if quiet else None, cwd=folder,
+            timeout=20 * seconds, env={**kept, "OMP_NUM_THREADS": "1"})
+        lines = done.stdout
+        over = done.returncode == -getattr(signal, "SIGXCPU", 0) != 0
+        ended = (f"takes more than {seconds} seconds of CPU time" if over else
+                 f"ends the process (status {done.returncode})")
+    except subprocess.TimeoutExpired as stopped:
+        lines, ended = stopped.stdout or b"", f"waits for more than {20 * seconds} seconds"
+    return [*map(read, lines.decode("utf-8", "replace").splitlines()[:len(cases)])], ended
 
 
 def read(line):
@@ -58,8 +52,8 @@ def read(line):
             return {"value": said["value"]}
         error = said["error"]
         return {"error": {"type": str(error["type"]), "says": str(error["says"]),
-                          "frames": [(str(file), int(line), str(text))
-                                     for file, line, text in error["frames"]],
+                          "way": [[str(file), int(line), str(text)]
+                                  for file, line, text in error["way"]],
                           "loading": "loading" in error}}
     except (ValueError, TypeError, KeyError, RecursionError):
         return {"value": "nothing"}
@@ -70,46 +64,46 @@ def read(line):
 def size_of(value):
     """The largest finite float in a value; 0 if there is none."""
     if isinstance(value, (list, dict)):
-        parts = value.values() if isinstance(value, dict) else value
-        return max(map(size_of, parts), default=0.0)
+        return max(map(size_of, value.values() if isinstance(value, dict) else value), default=0.0)
     return abs(value) if isinstance(value, float) and math.isfinite(value) else 0.0
 
 
-def same(a, b, size):
-    """Whether `a` equals what is right: floats up to rounding, yes and no in any form."""
+def same(a, b, room):
+    """Whether `a` equals what is right: floats up to `room`, yes and no in any form."""
     if isinstance(b, bool):
         return type(a) in (bool, int, type(None)) and bool(a) == b
     if isinstance(a, bool):
         return int(a) == b
-    if isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) <= TOLERANCE * size or a == b or math.isnan(a) and math.isnan(b)
+    if isinstance(a, (int, float)) and isinstance(b, float):
+        return abs(a - b) <= room or a == b or math.isnan(a) and math.isnan(b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], size) for key in b)
+        return a.keys() == b.keys() and all(same(a[key], b[key], room) for key in b)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(same(x, y, size) for x, y in zip(a, b))
+        return len(a) == len(b) and all(same(x, y, room) for x, y in zip(a, b))
     return type(a) is type(b) and a == b
 
 
-def alike(a, b):
+def alike(a, b, within=TOLERANCE):
     """Whether two answers are equal: values, or errors."""
     if "error" in a and "error" in b:
         return all(a["error"][key] == b["error"][key] for key in ("type", "says"))
-    return "value" in a and "value" in b and same(a["value"], b["value"], size_of(b["value"]))
+    return "value" in a and "value" in b and same(
+        a["value"], b["value"], within * size_of(b["value"]))
 
 
-def difference(got, right, size, where=""):
+def difference(got, right, room, where=""):
     """(where, got, right) at the smallest place in which two values differ."""
     if isinstance(got, dict) and isinstance(right, dict):
         for key in [*right, *got]:
             a, b = got.get(key, "nothing"), right.get(key, "nothing")
-            if not same(a, b, size):
-                return difference(a, b, size, f"{where}, {key}" if where else key)
+            if not same(a, b, room):
+                return difference(a, b, room, f"{where}, {key}" if where else key)
     if isinstance(got, list) and isinstance(right, list) and len(words(right)) > 60:
         if len(got) != len(right):
             return f"{where}, entries".removeprefix(", "), len(got), len(right)
         for i, (a, b) in enumerate(zip(got, right)):
-            if not same(a, b, size):
-                return difference(a, b, size, f"{where}[{i}]")
+            if not same(a, b, room):
+                return difference(a, b, room, f"{where}[{i}]")
     return where, got, right
 
 
@@ -144,56 +138,58 @@ def cut(text, most=200):
     return text if len(text) <= most else text[:most - 3] + "..."
 
 
-def fault(part, answers, ended, origin=lambda frame: frame):
+def fault(part, answers, ended="", mine=lambda file, line: file):
     """
-    None, or in one line what is wrong with a part, by its smallest case that fails.
+    None, or in one line what is wrong with a part, by its smallest case that fails: first the usual
+    mistake that gives the same, if there is one.
 
-    origin: frame -> whether the line is in a file of the student's
+    mine: (file, line) -> how to call the file, if code that is judged stands there; else None
     """
-    answers = answers[:len(part["right"])]
+    within = part.get("within", TOLERANCE)
     i, got, right = next((
         (i, got, right) for i, (got, right) in enumerate(zip_longest(answers, part["right"]))
-        if not (got and alike(got, right))), (None, None, None))
+        if not (got and right and alike(got, right, within))), (None, None, None))
     if i is None:
         return None
     call, *given = part["cases"][i].items()
-    name, case = call[1], told(dict(given))
-    what = f"{name}, with {case}" if case else name
+    case = told(dict(given))
+    what = f"{call[1]}, with {case}" if case else call[1]
     if got is None:
         return f"{what}: {ended}"
     because = named(part, answers, i)
     if "error" in got:
-        return error(name, what, got["error"], origin) + because
+        return because + error(what, got["error"], mine)
     value, right = got["value"], right["value"]
-    where, value, right = difference(value, right, size_of(right))
+    where, value, right = difference(value, right, within * size_of(right))
     verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
-    if value is None and where in ("", "it returns"):
-        because = ": is a `return` missing?"
+    lacks = ": is a `return` missing?" if value is None and where in ("", "it returns") else ""
     said, expected = cut(words(value)), cut(words(right))
     if said == expected:   # 1 and "1"
         said, expected = (f"{each!r:.150} ({type(each).__name__})" for each in (value, right))
-    return f"{what}: {verb}{said}, expected {expected}{because}"
+    return f"{because}{what}: {verb}{said}, expected {expected}{lacks}"
 
 
 def named(part, answers, i):
     """The mistake that gives the same in case i; of several, the one that does so most often."""
     def agrees(gives, j):
-        return alike(answers[j], gives[j] or part["right"][j])
+        return alike(answers[j], gives[j] or part["right"][j], part.get("within", TOLERANCE))
 
     counts = {sentence: sum(agrees(gives, j) for j in range(len(answers)))
               for sentence, gives in part["mistakes"].items() if gives[i] and agrees(gives, i)}
-    return f", {max(counts, key=counts.get)}" if counts else ""
+    sentence = max(counts, key=counts.get, default="")
+    return f"{sentence[0].upper()}{sentence[1:].removesuffix('.')}. " if sentence else ""
 
 
-def error(name, what, raised, origin):
-    """An error in a line, with the last line of the student's own code on its way."""
+def error(what, raised, mine):
+    """An error in a line, with the last line of the judged code on its way."""
+    said = f"{raised['type']}: {raised['says']}"
     if raised["type"] == "NotImplementedError" and "is not written yet" in raised["says"]:
         return raised["says"]
-    said, theirs = f"{raised['type']}: {raised['says']}", [*filter(origin, raised["frames"])]
-    file, line, text = theirs[-1] if theirs else ("the code", 0, "")
-    place = f" ({file}, line {line}: {text.strip():.80})" if theirs else ""
+    way = [(mine(file, line), line, text) for file, line, text in raised["way"] if mine(file, line)]
+    file, line, text = way[-1] if way else ("the code", 0, "")
+    place = f" ({file}, line {line}: {text.strip():.80})" if way else ""
     if raised.get("loading"):
         return f"{file} cannot be imported: {said}{place}"
-    if not theirs:
+    if not way:
         return f"{what}: what it gives cannot be used: {said}"
     return f"{what}: raises {said}{place}"

@@ -1,13 +1,14 @@
 """
-What can be seen of requests, pools, layouts and runs, as plain values. The judges of the notebooks
-(judge.py, engine.py) and the course kit look at the same. Torch is imported where it is needed: the
-scheduler needs none.
+What calls of the sets look at: requests, pools, layouts and runs, as plain values. Torch is imported
+where it is needed: the scheduler needs none.
 """
 import random
 from collections import deque
 
 from cache import KV
 from request import Request
+
+LAYERS = "a", 0   # of attention: any key is a layer
 
 # --- what goes in ---------------------------------------------------------------------------------
 
@@ -49,12 +50,19 @@ def numbers(seed, *shape):
     return torch.tensor([rng.uniform(-1, 1) for _ in range(size)], dtype=torch.float64).view(shape)
 
 
-def fill(plan, *lead):
+def cache_for(request):
+    """A cache that is known to be the request's own."""
+    request.kv = KV(request.kv_tokens)
+    request.kv.its = f"{request.name}'s own"
+
+
+def fill(plan, heads=2, size=3):
     """Gives each request a cache, with made-up keys and values of what it has computed."""
     for i, (request, _) in enumerate(plan):
-        request.kv = KV(request.kv_tokens)
-        if request.computed:
-            request.kv.write("a", 0, *numbers(i, 2, *lead, 2, request.computed, 3))
+        cache_for(request)
+        for j, layer in enumerate(LAYERS if request.computed else ()):
+            shape = 2, heads, request.computed, size
+            request.kv.write(layer, 0, *numbers(2 * i + j, *shape))
 
 
 # --- what becomes of requests and pools -----------------------------------------------------------
@@ -88,7 +96,7 @@ def in_queue(queue, running, waiting, call):
             request.block_table = []
             queue.pool.allocate(request.block_table, row["pages"])
         else:
-            request.kv = KV(request.kv_tokens)
+            cache_for(request)
     before = facts_of(requests)
     found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
              "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
@@ -96,43 +104,27 @@ def in_queue(queue, running, waiting, call):
         found["preemptions"] = queue.pool.counts["preemptions"]
         found["free pages"] = len(queue.pool.free_queue)
         found["the pool"] = [*page_faults(
-            {each: each.block_table for each in requests if each.block_table is not None},
+            [each.block_table for each in requests if each.block_table is not None],
             [*queue.pool.free_queue], queue.pool.number)]
     return found
 
 
 def cache_of(request):
-    return getattr(request.kv, "capacity", "none" if request.kv is None else "no KV")
+    if request.kv is None:
+        return "none"
+    return f"{getattr(request.kv, 'its', 'a new one')}, of {getattr(request.kv, 'capacity', 'no')}"
 
 
-def page_faults(tables, free, number, ref_count=None):
-    """
-    What is wrong with a pool of pages before a pass. Sentences. tables: {request: its block table},
-    of those that run; free: the free pages, in order. ref_count: None where no page may be shared.
-    """
-    holders = {page: [r for r, table in tables.items() if page in table] for page in range(number)}
-    for page, names in holders.items():
-        where = " and ".join(map(str, names))
+def page_faults(tables, free, number):
+    """What is wrong with a pool of pages that nobody shares. Sentences. tables: block tables"""
+    for page in range(number):
+        holders = sum(page in table for table in tables)
         if free.count(page) > 1:
             yield f"page {page} is in the free queue {free.count(page)} times"
-        if page in free and names:
-            yield f"page {page} is free, and in the block table of {where}"
-        if page not in free and not names:
+        if free.count(page) + holders > 1:
+            yield f"page {page} is {'free, and ' * (page in free)}in {holders} block tables"
+        if not free.count(page) + holders:
             yield f"page {page} is lost: it is neither free nor in a block table"
-        if ref_count is None and len(names) > 1:
-            yield f"page {page} is in the block tables of {where}"
-        if ref_count is not None and ref_count[page] != len(names):
-            yield f"ref_count of page {page} is {ref_count[page]}, and {len(names)} tables hold it"
-
-
-def room_faults(tables, plan, size):
-    """Who has another number of pages than its keys need after the pass of this plan. Sentences."""
-    given = dict(plan)
-    for request, table in tables.items():
-        tokens = request.computed + given.get(request, 0)
-        if len(table) != (needed := -(-tokens // size)):
-            yield (f"{request} has {len(table)} pages; after the pass {tokens} of its tokens have "
-                   f"keys, {size} to a page: it needs {needed}")
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -218,27 +210,30 @@ def layout_of(batch, *names, context_length=24):
         "tokens", "positions", "mask", "wanted")}
 
 
-def attended(batch):
+def attended(batch, heads=2, size=3):
     """
-    What `attend` gives for made-up queries, keys and values of two heads, and what is in the caches
-    then. Empty memory is NaN, which nothing may read.
+    What `attend` gives in two layers, for made-up queries, keys and values, what is in the caches
+    then, and how many operations it takes. Empty memory is NaN, which nothing may read.
     """
     import torch
     torch.use_deterministic_algorithms(True, warn_only=True)   # fills empty tensors with NaN
     *rows, T = batch.tokens.shape
-    given = numbers(9, 3, *rows, 2, T, 3)
-    before = given.clone()
-    out = batch.attend("a", *given)
-    unchanged = torch.equal(given, before)
-    found = {"shape and dtype": kind_of(out), "q, k and v are unchanged": unchanged}
-    if torch.is_tensor(out) and out.shape == given.shape[1:]:
-        flat = out.transpose(-3, -2).reshape(-1, 2, 3)
-        found |= {f"the output for {request.name}": flat[slots_of(batch, b)]
-                  for b, (request, _) in enumerate(batch.plan)}
-    for request, _ in batch.plan:
-        buffers = request.kv and (request.kv.k.get("a"), request.kv.v.get("a"))
-        found[f"the cache of {request.name}"] = buffers and [
-            "nothing is written" if each is None else each.tolist() for each in buffers]
+    found = {}
+    for i, layer in enumerate(LAYERS):
+        given = numbers(9 + i, 3, *rows, heads, T, size)
+        before, out = given.clone(), []
+        spent = operations(lambda: out.append(batch.attend(layer, *given)))
+        found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
+                  "q, k and v are unchanged": torch.equal(given, before)}
+        if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
+            flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
+            found |= {f"layer {layer}, the output for {request.name}": flat[slots_of(batch, b)]
+                      for b, (request, _) in enumerate(batch.plan)}
+        for request, _ in batch.plan if heads else ():
+            buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
+            found[f"layer {layer}, the cache of {request.name}"] = buffers and [
+                "nothing is written" if each is None else   # a batch axis of 1 is as good as none
+                each.reshape(-1, *each.shape[-2:]).tolist() for each in buffers]
     return found
 
 
@@ -252,33 +247,43 @@ def operations(call, *arguments):
     return counter.get_total_flops()
 
 
-def spent(trace):
-    """What a run takes, {what: number}."""
-    waits = [b - a for request in trace.requests for a, b in zip(
-        [request.arrival - 1, *request.token_steps], request.token_steps)]
-    return {"forward passes": len(trace.passes), "slots": sum(p.slots for p in trace.passes),
-            "scores": sum(p.score_entries for p in trace.passes),
-            "preemptions": trace.counts.get("preemptions", 0),
-            "steps is the longest wait for a token:": max(waits, default=0)}
-
-
 def devices_of(make, *names):
     """
-    Where the tensors are that a layout makes on the device "meta", which has no data: only their
-    creation is tried. An error that names meta tensors is excused, since other devices have data.
+    Where the tensors are that `make` makes on another device. It is the CPU in disguise: what is
+    made on it is marked, and so is what comes of that. As on a GPU, two devices do not mix.
     """
     import torch
-    try:
-        batch = make(torch.device("meta"))
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        excused = "meta tensor", "meta device type", "register_meta", "no data"
-        if not any(words in str(error) for words in excused):
-            raise
-        return dict.fromkeys(names, "meta")
-    found = {}
-    for name in names:
-        value = getattr(batch, name, None)
-        parts = [each for each in (value if isinstance(value, tuple) else (value,))
-                 if torch.is_tensor(each)]
-        found[name] = " ".join(sorted({each.device.type for each in parts})) or "no tensor"
-    return found
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._pytree import tree_leaves, tree_map
+    there, here, mixes = torch.device("meta"), torch.device("cpu"), ("__setitem__", "copy_")
+
+    def is_there(tensor):
+        return getattr(tensor, "is_there", False)
+
+    class Disguise(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            leaves = tree_leaves((args, kwargs))
+            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+            asked = [each for each in leaves if isinstance(each, torch.device)]
+            if function == torch.Tensor.device.__get__:
+                return there if is_there(args[0]) else here
+            on = there in asked if asked else any(map(is_there, tensors))
+            name, wide = getattr(function, "__name__", ""), [each for each in tensors if each.dim()]
+            indexed = name == "__getitem__" and is_there(args[0])
+            if not (asked or indexed or name in mixes) and len({*map(is_there, wide)}) > 1:
+                raise RuntimeError(f"{name}: all tensors must be on the same device")
+            args, kwargs = tree_map(lambda each: here if isinstance(
+                each, torch.device) else each, (args, kwargs or {}))
+            found = function(*args, **kwargs)
+            for each in tree_leaves(found):
+                if isinstance(each, torch.Tensor):
+                    each.is_there = on and name != "cpu"
+            return found
+
+    with Disguise():
+        batch = make(there)
+    return {name: " ".join(sorted({"there" if is_there(each) else "on the CPU" for each in
+                                   tree_leaves(getattr(batch, name, None))
+                                   if isinstance(each, torch.Tensor)})) or (
+                "there" if name == "wanted" else "no tensor")   # lists are an index anywhere
+            for name in names}

@@ -1,18 +1,13 @@
-"""Set 1, head and cache: points, parameters, and the cases of each part."""
+"""Set 1, head and cache: points and cases."""
 from itertools import product
 
 FILES = "model.py request.py cache.py generate_unbatched.py"
-PARTS = {   # points, what it is about, the functions
-    "a": (4, "attention", "model.py:Head.forward"),
-    "b": (3, "the KV cache", "cache.py:KV.write", "cache.py:KV.read"),
-    "c": (2, "one request alone", "generate_unbatched.py:Alone.lay_out",
-          "generate_unbatched.py:Alone.attend")}
-WRITTEN = {"1": 2, "2": 2, "3": 2}
-PARAMETERS = {"n": range(5, 10), "g": range(4, 9), "layers": [24, 32, 40], "heads": [16, 32],
-              "size": [64, 128]}
-VALUES = {"scores with a cache": "n * n + sum(range(n + 1, n + g))",
-          "tokens computed without": "sum(range(n, n + g))",
-          "bytes of a token in float16": "2 * layers * heads * size * 2"}
+PARTS = {   # points, what it is about, {function: its calls}
+    "a": (4, "attention", {"model.py:Head.forward": "forward head_on_a_device"}),
+    "b": (3, "the KV cache", {"cache.py:KV.write": "cache", "cache.py:KV.read": "cache"}),
+    "c": (2, "one request alone", {
+        "generate_unbatched.py:Alone.lay_out": "lay_out alone_on_a_device",
+        "generate_unbatched.py:Alone.attend": "attend"})}
 
 
 def mask_of(rng, shape):
@@ -26,13 +21,13 @@ def attention(rng):
         lead = ((), (2,), (2, 3), (2, 1, 2))[i % 4]
         shapes = (S,), (T, S), (*lead[:1], *(1 for _ in lead), S), (*lead, T, S)
         masks = [None, [[False] * S] * T, *(mask_of(rng, shape) for shape in shapes)]
-        for mask, past, show in product(masks, {0, S - T}, ("sees", "output")):
-            yield {"call": "forward", "show": show, "T": T, "S": S, "hs": (4, 1, 5)[i % 3],
-                   "lead": lead, "past": past, "mask": mask, "scale": (1, 30)[i % 2], "seed": i}
-    yield {"call": "forward", "show": "output", "T": 2, "S": 4, "hs": 3, "dtype": "float32"}
+        for mask, past in product(masks, {0, S - T}):
+            yield {"call": "forward", "T": T, "S": S, "hs": (4, 1, 5)[i % 3], "lead": lead,
+                   "past": past, "mask": mask, "scale": (1, 30)[i % 2], "seed": i}
+    yield {"call": "forward", "T": 2, "S": 4, "hs": 3, "dtype": "float32"}
     yield {"call": "head_on_a_device"}
     for mask in None, [False, False, True]:
-        yield {"call": "forward", "show": "sees", "T": 2, "S": 3, "hs": 4, "past": 1, "mask": mask}
+        yield {"call": "forward", "T": 2, "S": 3, "hs": 4, "past": 1, "mask": mask}
 
 
 def caches(rng):
@@ -64,10 +59,14 @@ def singles(rng):
     rows += [{"prompt": prompt, "generated": prompt % 4, "computed": rng.randint(0, prompt - 1)}
              for prompt in sorted(rng.randint(3, 14) for _ in range(5))]
     yield {"call": "alone_on_a_device"}
-    for show, row in product(("layout", "attend"), rows):
+    for row in rows:
         for kept in (True, False)[:1 if row.get("computed") else 2]:
-            yield {"call": "alone", "show": show, "requests": [row], "caches": kept}
-    yield {"call": "alone", "show": "layout", "caches": True, "requests": [
+            yield {"call": "lay_out", "requests": [row], "caches": kept}
+    for (heads, size), row in product(((2, 3), (3, 1)), rows):
+        for kept in (True, False)[:1 if row.get("computed") else 2]:
+            yield {"call": "attend", "requests": [row], "caches": kept, "heads": heads,
+                   "size": size}
+    yield {"call": "lay_out", "caches": True, "requests": [
         {"prompt": [5, 6, 7], "generated": [6, 9], "computed": 4}]}
 
 

@@ -1,30 +1,33 @@
-"""Set 2, rectangles: points, parameters, and the cases of each part."""
-from draw import lists
+"""Set 2, rectangles: points and cases."""
+from draw import lists, plans
 
 FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
-PARTS = {   # points, what it is about, the functions
-    "a": (4, "the static batch", "generate_naive.py:StaticBatch.lay_out"),
-    "b": (2, "the end of a request", "request.py:Request.append"),
-    "c": (3, "dynamic admission", "generate_dynamic.py:admit", "generate_dynamic.py:leave")}
-# not asked for, but the solutions of set 4
-HIDDEN = "generate_dynamic.py:Rectangle.lay_out", "generate_dynamic.py:Rectangle.attend"
-WRITTEN = {"1": 2, "2": 2, "3": 2}
-PARAMETERS = {name: range(2, 25) for name in "abcxyz"}
-VALUES = {"pads of the first pass": "3 * max(a, b, c) - a - b - c",
-          "slots of finished requests": "3 * max(x, y, z) - x - y - z",
-          "slots of all passes": "3 * max(a, b, c) + 3 * max(x, y, z) - 3"}
+LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
+PARTS = {   # points, what it is about, {function: its calls}
+    "a": (3, "the static batch", {
+        "generate_naive.py:StaticBatch.lay_out": "static_batch static_batch_on_a_device"}),
+    "b": (2, "the end of a request", {"request.py:Request.append": "append"}),
+    "c": (3, "dynamic admission", {"generate_dynamic.py:admit": "admit",
+                                   "generate_dynamic.py:leave": "leave"}),
+    "d": (3, "tokens and positions", {LAY_OUT: "lay_out layout_on_a_device"}),
+    "e": (4, "the mask over past and new slots", {LAY_OUT: "lay_out layout_on_a_device"}),
+    "f": (3, "gathering and writing back", {"generate_dynamic.py:Rectangle.attend": "attend"}),
+    "g": (2, "which requests get a token", {LAY_OUT: "lay_out layout_on_a_device",
+                                            "request.py:indices_due": "indices_due"})}
+EXAMPLE = [{"prompt": [5, 7, 2], "generated": [9], "computed": 3, "n": 1},
+           {"prompt": [4, 8, 6, 1, 3], "computed": 2, "n": 2}, {"prompt": [1, 6, 8], "n": 3}]
 
 
 def batches(rng):
-    sizes = [(((1, 1),), 1, 24), (((2, 1),), 1, 24), (((2, 1), (1, 2)), 2, 24),
-             (((1, 3), (3, 1)), 3, 24), (((3, 2), (1, 9)), 9, 8)]   # this goes beyond position 7
-    sizes += [([(rng.randint(1, 9), rng.randint(1, 6)) for _ in range(many)], rng.randint(3, 6), 24)
+    sizes = [(((1, 1),), 24), (((2, 1),), 24), (((2, 1), (1, 2)), 24), (((1, 3), (3, 1)), 24),
+             (((3, 2), (1, 9)), 8)]   # this goes beyond column 7
+    sizes += [([(rng.randint(1, 9), rng.randint(1, 6)) for _ in range(many)], 24)
               for many in (3, 4, 5, 8)]
     yield {"call": "static_batch_on_a_device"}
-    for requests, passes, room in sizes:
-        yield {"call": "static_batch", "passes": passes, "context_length": room, "requests": [
+    for requests, room in sizes:
+        yield {"call": "static_batch", "context_length": room, "requests": [
             {"prompt": prompt, "new": new} for prompt, new in requests]}
-    yield {"call": "static_batch", "passes": 4, "requests": [
+    yield {"call": "static_batch", "requests": [
         {"prompt": [5, 6, 7], "new": 2}, {"prompt": [8], "new": 4}]}
 
 
@@ -52,5 +55,23 @@ def queues(rng):
            "waiting": [{"prompt": 1, "arrival": arrival} for arrival in (0, 1, 1, 4)]}
 
 
+def layout(rows):
+    """What attend finds: P, T, and the mask (B, P + T)."""
+    P, T = max(row.get("computed", 0) for row in rows), max(row["n"] for row in rows)
+    return {"P": P, "T": T, "mask": [
+        [P - row.get("computed", 0) <= column < P or column >= P + T - row["n"]
+         for column in range(P + T)] for row in rows]}
+
+
 def cases(rng):
-    return {"a": [*batches(rng)], "b": [*appends(rng)], "c": [*queues(rng)]}
+    decode = {"prompt": 2, "generated": 1, "computed": 2}
+    rows = [{**decode, "n": n} for n in (0, 1)] + [{"prompt": 3, "n": n} for n in (0, 1, 3)]
+    rows += [{"prompt": 2, "generated": 2, "n": n} for n in (2, 4)]
+    made = {"a": [*batches(rng)], "b": [*appends(rng)], "c": [*queues(rng)]}
+    for part, names in ("d", ["tokens", "positions", "P"]), ("e", ["mask"]), ("g", ["wanted"]):
+        made[part] = [{"call": "layout_on_a_device", "names": names}, *(
+            {"call": "lay_out", "names": names, "rows": rows} for rows in plans(rng, EXAMPLE))]
+    made["f"] = [{"call": "attend", "rows": rows, "heads": 2 + i % 2, "size": 3 - i % 2,
+                  **layout(rows)} for i, rows in enumerate(plans(rng, EXAMPLE))]
+    made["g"] += [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]
+    return dict(sorted(made.items()))

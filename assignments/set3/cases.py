@@ -1,31 +1,29 @@
-"""Set 3, the scheduler: points, parameters, and the cases of each part. Needs no torch."""
+"""Set 3, the scheduler: points and cases. Needs no torch."""
 from draw import DECODE, lists, todo
 
 FILES = "request.py cache.py scheduler.py"
-PARTS = {   # points, what it is about, the functions
-    "a": (4, "one step", "scheduler.py:Scheduler.schedule"),
-    "b": (2, "reserving memory", "scheduler.py:Scheduler.admit"),
-    "c": (3, "after a step", "request.py:advance", "scheduler.py:Scheduler.release")}
-WRITTEN = {"1": 2, "2": 2, "3": 2}
-PARAMETERS = {"budget": range(5, 12), "decodes": range(2, 5), "c": range(20, 61),
-              "room": range(30, 60)}
-VALUES = {"steps of C's prompt": "-(-c // (budget - decodes))",
-          "tokens of its last chunk": "c % (budget - decodes) or budget - decodes",
-          "the most decodes beside C in max_kv_tokens 100": "(100 - room) // 12"}
+PARTS = {   # points, what it is about, {function: its calls}
+    "a": (4, "one step", {"scheduler.py:Scheduler.schedule": "schedule run"}),
+    "b": (2, "reserving memory", {"scheduler.py:Scheduler.admit": "admit"}),
+    "c": (3, "after a step", {"request.py:advance": "advance",
+                              "scheduler.py:Scheduler.release": "release"})}
+
+
+def newcomers(rng, most):
+    """Some find tokens that are computed already, some find no room."""
+    arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
+    return [{"prompt": rng.randint(3, most + 5), "new": rng.randint(1, 4),
+             **({"arrival": arrival} if arrival else {}),
+             **rng.choice([{}, {}, {}, {"finds": 2}, {"refused": True}])} for arrival in arrivals]
 
 
 def queue(rng, most):
     """A random state of a queue: all but the last that runs have less to do than the budget."""
     kinds = DECODE, {"prompt": 4, "computed": 3}, {"prompt": 5, "computed": 3}, {"prompt": 5}
     running = [rng.choice(kinds) for _ in range(rng.randint(0, most))]
-    arrivals = sorted(rng.choice([0, 0, 1, 2]) for _ in range(rng.randint(0, most)))
-    waiting = [{"prompt": rng.randint(1, most + 2), "new": rng.randint(1, 4),
-                **({"arrival": arrival} if arrival else {})} for arrival in arrivals]
-    held = sum(row.get("new", 9) + row["prompt"] for row in running)
-    return {"step": rng.randint(0, 2), "running": running, "waiting": waiting,
+    return {"step": rng.randint(0, 2), "running": running, "waiting": newcomers(rng, most),
             "max_batch": max(len(running), 1) + rng.randint(0, 2),
-            "token_budget": sum(map(todo, running[:-1])) + rng.randint(1, 3 * most),
-            "max_kv_tokens": rng.choice([None, held + rng.randint(1, 9 * most)])}
+            "token_budget": sum(map(todo, running[:-1])) + rng.randint(1, 3 * most)}
 
 
 def schedules(rng):
@@ -34,29 +32,34 @@ def schedules(rng):
     for state in [*states]:
         if len(state["running"]) > 1:   # with too little memory
             first = min(todo(state["running"][0]), state["token_budget"])
-            states.append({**state, "max_kv_tokens": None, "room": first + rng.randint(0, 4)})
+            states.append({**state, "room": first + rng.randint(0, 4)})
     for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
         yield {"call": "schedule", **state}
     for arrival in 0, 1:   # it never fits; nobody has arrived
         yield {"call": "schedule", "step": 0, "running": [], "waiting": [
-            {"prompt": 9, "new": 9, "arrival": arrival}], "max_batch": 2, "token_budget": 8,
-            "max_kv_tokens": 8}
+            {"prompt": 9, "new": 9, "arrival": arrival, "refused": True}], "max_batch": 2,
+            "token_budget": 8}
+    for most in 2, 4, 8:
+        waiting = [{**row, "refused": False} for row in newcomers(rng, most)] + [{"prompt": 9}]
+        yield {"call": "run", "requests": sorted(waiting, key=lambda row: row.get("arrival", 0)),
+               "max_batch": most, "token_budget": rng.randint(2, 9)}
     b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
-    yield {"call": "schedule", "step": 2, "running": [b], "waiting": [{"prompt": 4, "new": 4}, d],
-           "max_batch": 3, "token_budget": 6, "max_kv_tokens": 16}
-    yield {"call": "schedule", "step": 0, "running": [], "waiting": [{"prompt": 3, "new": 2}, {
-        "prompt": 8, "new": 3}, {"prompt": 4, "new": 4}], "max_batch": 3, "token_budget": 6,
-        "max_kv_tokens": 16}
+    c = {"prompt": 4, "new": 4}
+    yield {"call": "schedule", "step": 2, "running": [b], "max_batch": 3, "token_budget": 6,
+           "waiting": [{**c, "refused": True}, d]}
+    yield {"call": "schedule", "step": 0, "running": [], "max_batch": 3, "token_budget": 6,
+           "waiting": [{"prompt": 3, "new": 2}, {"prompt": 8, "new": 3}, c]}
 
 
 def admissions(rng):
     for prompts in lists(rng, (2, 3)):
         most = sum(prompt + 1 for prompt in prompts) + 7 + rng.randint(-1, 1)
         yield {"call": "admit", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": 4},
-               "running": [{"prompt": prompt, "new": 2} for prompt in prompts]}
+               "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts]}
     b = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}
     yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "newcomer": {
         "prompt": 1, "new": 2}}
+    yield {"call": "admit", "max_kv_tokens": 12, "running": [], "newcomer": b, "times": 3}
 
 
 def steps(rng):

@@ -1,37 +1,51 @@
-"""Set 4, the fused rectangle: points, parameters, and the cases of each part."""
-from draw import lists, plans
+"""Set 4, no rows: points and cases."""
+from draw import plans
 
-FILES = "model.py request.py cache.py generate_dynamic.py"
-LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
-PARTS = {   # points, what it is about, the functions
-    "a": (3, "tokens and positions", LAY_OUT),
-    "b": (4, "the mask over past and new slots", LAY_OUT),
-    "c": (3, "gathering and writing back", "generate_dynamic.py:Rectangle.attend"),
-    "d": (2, "which requests get a token", LAY_OUT, "request.py:indices_due")}
-WRITTEN = {"1": 3, "2": 2, "3": 3}
-PARAMETERS = {"a": range(4, 15), "b": range(4, 15), "c": range(4, 15), "k": range(5, 9)}
-VALUES = {"pad slots": "3 * (k - 1)", "scores": "4 * k * (max(a, b, c) + k)",
-          "empty key slots": "4 * (max(a, b, c) + k) - (a + b + c + 3 + k)"}
-EXAMPLE = [{"prompt": [5, 7, 2], "generated": [9], "computed": 3, "n": 1},
-           {"prompt": [4, 8, 6, 1, 3], "computed": 2, "n": 2}, {"prompt": [1, 6, 8], "n": 3}]
+FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py "
+         "beyond/prepacked.py")
+PACKED, FLAT = "beyond/prepacked.py:", "generate_ragged.py:Flat."
+PARTS = {   # points, what it is about, {function: its calls}
+    "a": (2, "bin packing", {f"{PACKED}first_fit_decreasing": "first_fit_decreasing"}),
+    "b": (4, "packed rows", {f"{PACKED}Packed.lay_out": "packed packed_on_a_device"}),
+    "c": (3, "the stream and its mask", {f"{FLAT}lay_out": "flat flat_on_a_device",
+                                         f"{FLAT}block_diagonal": "flat_mask"}),
+    "d": (3, "attention", {f"{FLAT}attend": "varlen masked", f"{FLAT}skip": "varlen",
+                           f"{FLAT}hide": "masked"})}
+# Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
+# (1, 3, 3, 5), last fit and next fit (1, 2, 3)
+LENGTHS = (([], 5), ([5], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),
+           ([1, 1, 3, 2, 2], 5), ([4, 4, 4, 4], 8))
+STREAM = [{"prompt": [5, 7], "generated": [9], "computed": 2, "n": 1},
+          {"prompt": [4, 8, 6], "n": 2}, {"prompt": [1, 6, 3], "computed": 1, "n": 2}]
 
 
-def layout(rows):
-    """What attend finds: P, T, and the mask (B, P + T)."""
-    P, T = max(row.get("computed", 0) for row in rows), max(row["n"] for row in rows)
-    return {"P": P, "T": T, "mask": [
-        [P - row.get("computed", 0) <= column < P or column >= P + T - row["n"]
-         for column in range(P + T)] for row in rows]}
+def packings(rng):
+    drawn = [([rng.randint(1, size) for _ in range(n)], size)
+             for n, size in ((5, 9), (9, 20), (12, 15), (40, 50), (80, 60))]
+    for lengths, size in (*LENGTHS, *drawn, ([2, 6, 3, 5, 1, 4], 7)):
+        yield {"call": "first_fit_decreasing", "lengths": lengths, "size": size}
+
+
+def rows(rng):
+    lists = [(1,), (3,), (2, 2), (1, 3), (3, 1, 2), (2, 5, 3, 1), (1, 1, 1, 4)]
+    lists += [[rng.randint(1, 9) for _ in range(size)] for size in (5, 6, 8, 12)]
+    yield {"call": "packed_on_a_device"}
+    for prompts in *lists, ([5, 7, 2, 9], [4], [1, 6]):
+        yield {"call": "packed", "prompts": [{"prompt": prompt} for prompt in prompts]}
+
+
+def block_diagonal(rows):
+    ends = [row.get("computed", 0) + row["n"] for row in rows]
+    return [[sum(ends[:i]) <= key <= sum(ends[:i]) + own for key in range(sum(ends))]
+            for i, row in enumerate(rows) for own in range(ends[i] - row["n"], ends[i])]
 
 
 def cases(rng):
-    decode = {"prompt": 2, "generated": 1, "computed": 2}
-    rows = [{**decode, "n": n} for n in (0, 1)] + [{"prompt": 3, "n": n} for n in (0, 1, 3)]
-    rows += [{"prompt": 2, "generated": 2, "n": n} for n in (2, 4)]
-    made = {"c": [{"call": "attend", "rows": rows, **layout(rows)} for rows in plans(rng, EXAMPLE)],
-            "d": [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]}
-    for part, show, names in (("a", "tokens", ["tokens", "positions"]), ("b", "mask", ["mask"]),
-                              ("d", "wanted", ["wanted"])):
-        made[part] = [*made.get(part, []), {"call": "layout_on_a_device", "names": names}, *(
-            {"call": "lay_out", "show": show, "rows": rows} for rows in plans(rng, EXAMPLE))]
-    return dict(sorted(made.items()))
+    drawn, attend = plans(rng, STREAM), []
+    for i, each in enumerate(drawn):
+        sizes = {"rows": each, "heads": 2 + i % 2, "size": 3 - i % 2}
+        attend += [{"call": "varlen", **sizes},
+                   {"call": "masked", **sizes, "mask": block_diagonal(each)}]
+    streams = [{"call": call, "rows": each} for each in drawn for call in ("flat", "flat_mask")]
+    return {"a": [*packings(rng)], "b": [*rows(rng)],
+            "c": [{"call": "flat_on_a_device"}, *streams], "d": attend}

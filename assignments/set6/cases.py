@@ -1,123 +1,69 @@
-"""Set 6, pages and prefixes: points, parameters, and the cases of each part."""
-from itertools import product
-
-from draw import plans, pools_of_pages
+"""Set 6, guess: points and cases."""
+from draw import lists
 
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
-         "generate_prefix.py")
-PREFIX = "generate_prefix.py:Prefix"
-PARTS = {   # points, what it is about, the functions; a and b are the first half
-    "a": (2, "what a kernel is given", "generate_paged.py:Paged.lay_out",
-          "generate_paged.py:paged_attention"),
-    "b": (3, "growth and preemption", *(f"paging.py:PagedScheduler.{name}" for name in (
-        "admit", "make_room", "preempt"))),
-    "c": (3, "pages that are shared", *(f"{PREFIX}Pool.{name}" for name in (
-        "share", "allocate", "free", "forget"))),
-    "d": (3, "pages that are found", f"{PREFIX}Scheduler.hash_of_page", f"{PREFIX}Pool.find",
-          f"{PREFIX}Pool.cache")}
-WRITTEN = {"1": 2, "2": 2, "3": 2}
-PARAMETERS = {"size": range(3, 10), "p": range(10, 40), "prompt": range(6, 31), "new": range(6, 31),
-              "common": range(9, 61)}
-VALUES = {"entry of the table of position p": "p // size", "offset in that page": "p % size",
-          "pages by reservation": "-(-(prompt + new - 1) // size)",
-          "pages when its prompt is computed": "-(-prompt // size)",
-          "tokens that need not be computed": "common // size * size"}
+         "generate_prefix.py beyond/speculative.py")
+ESSAY = "beyond/speculative.py:"
+PARTS = {   # points, what it is about, {function: its calls}
+    "a": (4, "prompt lookup", {f"{ESSAY}Lookup.guess": "guess guess_often guess_for_two"}),
+    "b": (3, "room for guesses", {f"{ESSAY}draft": "draft"}),
+    "c": (6, "one pass, several tokens", {f"{ESSAY}generate": "generate"})}
+DECODE = {"prompt": 4, "generated": 1, "computed": 4, "n": 1}
 
 
-def places(rng):
-    """Plans, each request with pages drawn from a pool for the keys that it has after the pass."""
-    example = [{"prompt": 5, "generated": 3, "computed": 7, "n": 1}, {"prompt": 4, "n": 2}]
-    yield {"call": "lay_out_on_a_device"}
-    for plan in plans(rng, example):
-        for size in (3,) if plan == example else (1, 2, 3, 5):
-            rows = []
-            for row in plan:
-                ends = row.get("computed", 0) + row["n"]
-                rows.append({**row, "pages": -(-ends // size)})
-            number = sum(row["pages"] for row in rows) + rng.randint(0, 2)
-            yield {"call": "lay_out", "plan": rows, "page_size": size,
-                   "pool": rng.sample(range(number), number)}
-    for lengths in ([(1, 1)], [(1, 3)], [(3, 3)], [(2, 5)], [(1, 4), (2, 2)], [(3, 7), (1, 2)], [
-            (rng.randint(1, 4), rng.randint(4, 12)) for _ in range(5)]):
-        for size in 1, 2, 4:
-            number = sum(-(-keys // size) for _, keys in lengths) + 2
-            yield {"call": "paged_attention", "lengths": lengths, "page_size": size,
-                   "pool": rng.sample(range(number), number)}
+def lookups(rng):
+    for prompt, generated, most in (
+            ([5], [], 2), ([5, 5], [5], 2), ([5], [5, 5, 5], 2), ([1, 2], [3, 4], 4),
+            ([1, 2, 3, 1, 2], [3, 1, 2, 9, 1, 2], 3), ([1, 2, 9, 1, 2, 8, 1], [2, 9], 1)):
+        yield {"call": "guess", "prompt": prompt, "generated": generated, "most": most}
+    for kinds in 2, 2, 3, 4, 6, 9:
+        yield {"call": "guess", "prompt": [rng.randrange(kinds) for _ in range(rng.randint(1, 20))],
+               "generated": [rng.randrange(kinds) for _ in range(30)], "most": rng.randint(1, 6)}
+    yield {"call": "guess_for_two", "tokens": [1, 2, 3, 1, 2], "most": 2,
+           "others": [7, 7, 1, 2, 9, 1, 2]}
+    yield {"call": "guess_often", "number": 20_000, "kinds": rng.choice([89, 97, 101])}
+    yield {"call": "guess", "prompt": [5, 7, 2, 9, 5, 7], "generated": [2, 4, 7], "most": 3}
 
 
-def between_steps(rng, size):
-    """A request that runs, with pages for the tokens that are computed."""
-    prompt, generated = rng.randint(1, 2 * size + 1), rng.choice([0, 1, 1, 2, size])
-    known = prompt + generated
-    computed = known - 1 if generated else rng.choice([0, rng.randint(0, prompt - 1)])
-    return {"prompt": prompt, "generated": generated, "computed": computed,
-            "pages": -(-computed // size)}
+def rooms(rng):
+    kinds = [{**DECODE, "new": new, "pages": pages} for new, pages in (
+        (9, 9), (1, 9), (2, 9), (3, 9), (9, 2), (9, 3))]
+    kinds += [{"prompt": 6, "computed": 1, "n": 3},
+              {"prompt": 20, "generated": 3, "computed": 22, "n": 1, "new": 9}]
+    for plan in lists(rng, kinds)[1:]:
+        yield {"call": "draft", "plan": plan, "most": rng.randint(0, 6), "page_size": 3,
+               "token_budget": sum(each["n"] for each in plan) + rng.randint(0, 12),
+               "has": rng.choice([1, 2, 9, 9])}
+    ac = {"prompt": [1, 2, 3, 1, 2], "computed": 4, "n": 1}
+    yield {"call": "draft", "plan": [ac, ac, {"prompt": 5, "n": 2}], "token_budget": 8, "most": 3,
+           "page_size": 8, "has": 3}
 
 
-def states(rng):
-    """A pool in which the first that run can go on, and not always all of them."""
-    made = []
-    for many, size in [*product((1, 1, 2, 2, 2, 3, 3, 3), (1, 2, 3)), (9, 2), (12, 4)]:
-        running = [between_steps(rng, size) for _ in range(many)]
-        waiting = [{"prompt": rng.randint(1, 4)} for _ in range(rng.randint(0, 2))]
-        held = sum(row["pages"] for row in running)
-        longest = max(-(-(row["prompt"] + row["generated"]) // size) for row in running)
-        made += [{"pages": max(held, longest) + spare, "page_size": size, "running": running,
-                  "waiting": waiting} for spare in (0, rng.choice([1, 2, many]))]
-    made.sort(key=lambda state: (len(state["running"]), state["pages"]))
-    abc = {"prompt": 3, "generated": 2, "computed": 4, "pages": 2}
-    made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
-    few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
-        {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
-    for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
-        yield {"call": "make_room", "of": i, "n": n, "pages": pages, "page_size": 2,
-               "running": few, "waiting": []}
-    for number, state in enumerate(made):
-        i = rng.randrange(len(state["running"])) if state is not made[-1] else 0
-        row = state["running"][i]
-        todo = row["prompt"] + row["generated"] - row["computed"]
-        n = todo if number % 2 else rng.randint(1, todo)
-        yield {"call": "make_room", "of": i, "n": n, **state}
-    for state in made[::3]:
-        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
-    for pages in range(5):
-        for prompt in 1, 4, 5, 8:
-            yield {"call": "admit", "pages": 2 + pages, "page_size": 4, "running": [
-                {"prompt": 6, "computed": 6, "generated": 1, "pages": 2}],
-                "waiting": [{"prompt": prompt}, {"prompt": 1}]}
+def runs(rng):
+    def request(prompt, new, **more):
+        return {"prompt": [rng.randrange(13) for _ in range(prompt)], "new": new, **more}
 
-
-def sharing(rng):
-    yield {"call": "free", "table": 0, "free_queue": [4, 5], "tables": [[0, 1, 2], [0, 1, 3]],
-           "ref_count": [2, 2, 1, 1, 0, 0], "cached": [["x", [0]], ["y", [1]], ["z", [3]]],
-           "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
-    for state in pools_of_pages(rng):
-        tables, free = [*state["tables"], []], len(state["free_queue"])
-        state = {**state, "tables": tables, "table": rng.randrange(len(tables))}
-        others = [page for page, _ in state["hash_of"] if page not in tables[state["table"]]]
-        yield {"call": "free", **state}
-        yield {"call": "allocate", "number": rng.randint(min(1, free), free), **state}
-        yield {"call": "share", "found": rng.sample(others, min(2, len(others))), **state}
-        del state["table"]
-        yield {"call": "forget", "page": rng.randrange(len(state["ref_count"])), **state}
-
-
-def finding(rng):
-    for state in pools_of_pages(rng):
-        names = [name for name, _ in state["cached"]]
-        asked = [["x"], names, [*names, "x", *names], rng.sample(names, len(names))]
-        for hashes in asked:
-            yield {"call": "find", "hashes": hashes, **state}
-        for page in {*range(len(state["ref_count"]))} - {page for page, _ in state["hash_of"]}:
-            yield {"call": "cache", "page": page, "name": rng.choice([*names, "x"]), **state}
-    yield {"call": "hashes", "tokens": [5, 7, 2, 9, 6, 1], "page_size": 2, "pages": [0, 1, 2]}
-    for tokens, size, pages in ([5, 5], 1, [1]), ([5, 5], 1, [0, 0]), (
-            [5, 7, 5, 7, 2, 1], 2, [0, 1, 2, 1, 0]):
-        yield {"call": "hashes", "tokens": tokens, "page_size": size, "pages": pages}
-    for size in 1, 2, 3, 5:
-        yield {"call": "hashes", "tokens": [rng.randrange(3) for _ in range(15)], "page_size": size,
-               "pages": sorted(rng.randrange(15 // size) for _ in range(5))}
+    for new, rights in (1, [1]), (2, [0]), (3, [0]), (3, [1]), (4, [2]), (6, [2, 0, 1]):
+        yield {"call": "generate", "requests": [request(2, new)], "rights": rights}
+    # a long prompt alone; and one to the model's last position
+    yield {"call": "generate", "requests": [request(11, 3)], "rights": [1], "token_budget": 4}
+    yield {"call": "generate", "requests": [request(20, 30)], "rights": [2, 1]}
+    for eos_token in (8, 6, 9, 5, 2, 12):   # accepted ends of text, and guesses beyond them
+        yield {"call": "generate", "rights": [4], "requests": [
+            {"prompt": [1, 2], "new": 12, "eos_token": eos_token}]}
+    for many, budget in (2, 64), (3, 12), (5, 9):
+        rows = [request(rng.randint(1, 9), rng.randint(1, 9), arrival=i // 2,
+                        temperature=0.9 * (i % 2)) for i in range(many)]
+        yield {"call": "generate", "rights": [rng.randint(0, 3) for _ in range(4)],
+               "token_budget": budget, "max_batch": 3, "requests": rows}
+    for page_size in 2, 4:   # with the lookup, and pages that are found again
+        stem = [rng.randrange(3) for _ in range(8)]
+        rows = [{"prompt": stem + [i], "new": 10, "arrival": 4 * i} for i in range(3)]
+        yield {"call": "generate", "page_size": page_size, "guesses": 3, "max_batch": 2,
+               "requests": rows}
+    yield {"call": "generate", "requests": [{"prompt": [1, 2, 3, 1, 2, 3], "new": 9}], "guesses": 0}
+    yield {"call": "generate", "requests": [{"prompt": [1, 2, 3, 1, 2, 3], "new": 9}], "guesses": 4}
 
 
 def cases(rng):
-    return {"a": [*places(rng)], "b": [*states(rng)], "c": [*sharing(rng)], "d": [*finding(rng)]}
+    return {"a": [*lookups(rng)], "b": [*rooms(rng)], "c": [*runs(rng)]}

@@ -3,13 +3,14 @@ Edits of code: the one machine that puts in known bugs and usual mistakes.
 
     edited(source, changes)                the source of a function with edits in it
     with swapped(function, changes): ...   the function itself has them, while a program runs
+    with put_in(edits): ...                so do several: [(name of the function, old, new), ...]
 
 An edit is a pair (old, new), and `old` must occur exactly once.
 """
 import ast
 import inspect
 import textwrap
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import unified_diff
 from importlib import import_module
 from operator import attrgetter
@@ -86,5 +87,17 @@ def swapped(function, changes, show=False, **names):
         yield
     finally:
         function.__code__ = before
-        for name in names:
-            del function.__globals__[name]
+        for name in names:   # two functions of a file may have it
+            function.__globals__.pop(name, None)
+
+
+@contextmanager
+def put_in(edits, show=False, **names):
+    """Edits of functions, [("file.py:Class.method", old, new), ...], as `swapped` makes them."""
+    changes = {}   # function -> its edits, which are made together
+    for function, old, new in edits:
+        changes.setdefault(function_named(function), []).append((old, new))
+    with ExitStack() as stack:
+        for function, its in changes.items():
+            stack.enter_context(swapped(function, its, show, **names))
+        yield

@@ -10,9 +10,9 @@ exactly what is wrong. The tests put in each of them (tests/test_traps.py), and 
 The course kit names those that are usual mistakes of students, too (setN/mistakes.txt), and
 docs/sources.md says where some were met in the open.
 """
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-from lab.checks.edits import EditError, function_named, swapped
+from lab.checks.edits import EditError, put_in
 
 # Functions are named, not imported, so that this table depends on none of them.
 HEAD = "model.py:Head.forward"
@@ -216,12 +216,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
 @contextmanager
 def broken(name, show=True):
     """Inserts a trap for the `with` block, and prints the lines that it changes."""
-    changes = {}   # function -> its edits, which are made together
-    for function, old, new in edits_of(name):
-        changes.setdefault(function_named(function), []).append((old, new))
-    with ExitStack() as traps:
-        for function, edits in changes.items():
-            traps.enter_context(swapped(function, edits, show))
+    with put_in(edits_of(name), show):
         yield
 
 

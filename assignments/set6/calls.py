@@ -1,10 +1,11 @@
-"""Set 8: runs one function on a case, and returns what it gives and changes."""
+"""Set 6: runs one function on a case, and returns what it gives and changes."""
 from collections import Counter
+from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from kit.probes import numbers, plan_of, requests_of, spent
+from probes import numbers, plan_of, requests_of
 
 import generate_paged
 from beyond import speculative
@@ -30,6 +31,15 @@ def guess(prompt, generated, most):
     return found
 
 
+def guess_for_two(tokens, others, most):
+    """Each request has its own Lookup, which remembers nothing of the other."""
+    requests, found = requests_of([{"prompt": tokens}, {"prompt": others}], ROOM), {}
+    lookups = [speculative.Lookup() for _ in requests]
+    for request, lookup in [*zip(requests, lookups), *zip(requests, lookups)]:
+        found[f"the guess for {request.name}"] = lookup.guess(request, most)
+    return found
+
+
 def guess_often(number, kinds):
     """After each of many tokens: the sum of the guesses' lengths, and the last guess."""
     (request,), lookup = requests_of([{"prompt": 1, "new": number + 9}], ROOM), speculative.Lookup()
@@ -48,7 +58,7 @@ def draft(plan, token_budget, most, page_size, has=9):
 
     class Lookup:
         def guess(self, request, most):
-            asked.append((self, request.name, most))
+            asked.append((self, request.name))
             return list(range(1, min(most, has) + 1))
 
     pairs = plan_of(plan)
@@ -59,10 +69,11 @@ def draft(plan, token_budget, most, page_size, has=9):
     with patch.object(speculative, "Lookup", Lookup):
         found = [speculative.draft(pairs, scheduler, lookups, most) for _ in range(2)]
     return {"it returns": found[0], "it returns, called again": found[1],
-            "a guess is asked of": [f"{name} at most {most}" for _, name, most in asked],
-            "lookups that are asked": len({(lookup, name) for lookup, name, _ in asked})}
+            "a guess is asked of": [name for _, name in asked],
+            "lookups that are asked": len({lookup for lookup, _ in asked})}
 
 
+@cache
 def model():
     """A small model, loud as the tests' toy, but the same on every machine."""
     made = GPT(GPTConfig(block_size=24, vocab_size=13, n_layer=2, n_head=2, n_embd=12)).double()
@@ -96,14 +107,23 @@ def generate(requests, rights=None, page_size=24, **knobs):
                 found[request] = rest[:right] + wrong
         return found
 
-    with patch.object(speculative, "draft", speculative.draft if rights is None else scripted):
-        trace = speculative.generate(
-            model(), mine, page_size=page_size, **knobs,
-            on_token=lambda request, token, _: told.append([request.name, int(token)]))
+    passes = []
+    counting = model().register_forward_hook(lambda *_: passes.append(1))
+    try:
+        with patch.object(speculative, "draft", speculative.draft if rights is None else scripted):
+            trace = speculative.generate(
+                model(), mine, page_size=page_size, **knobs,
+                on_token=lambda request, token, _: told.append([request.name, int(token)]))
+    finally:
+        counting.remove()
     if trace is None:
         return None
     return {**{f"tokens and finish_reason of {each.name}": [each.generated, each.finish_reason]
-               for each in mine}, "on_token is told": told, **spent(trace),
+               for each in mine}, "on_token is told": told,
+            "passes, passes in the trace": [len(passes), len(trace.passes)],
+            "slots": sum(each.slots for each in trace.passes),
+            "scores": sum(each.score_entries for each in trace.passes),
+            "preemptions": trace.counts["preemptions"],
             "rejected tokens of each pass": [each.rejected for each in trace.passes],
             **{f"steps of {each.name}'s tokens": each.token_steps for each in mine},
             "guesses left behind": [each.assumed for each in mine]}

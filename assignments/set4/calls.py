@@ -1,6 +1,6 @@
-"""Set 5: runs one function on a case, and returns what it gives and changes."""
+"""Set 4: runs one function on a case, and returns what it gives and changes."""
 import torch
-from kit.probes import attended, devices_of, fill, layout_of, operations, plan_of
+from probes import attended, devices_of, fill, layout_of, plan_of
 
 from beyond import prepacked
 from beyond.prepacked import Packed
@@ -21,27 +21,37 @@ def packed(prompts):
     return layout_of(Packed(plan_of(prompts)), "tokens", "positions", "mask", "wanted")
 
 
-def flat(rows, attention="mask"):
-    mask = ["mask"] if attention == "mask" else []
-    batch = Flat(plan_of(rows), None, attention)
-    return layout_of(batch, "tokens", "positions", "wanted", *mask)
+def packed_on_a_device():
+    return on_a_device(Packed)
 
 
-def layout_on_a_device(name):
+def flat(rows):
+    return layout_of(Flat(plan_of(rows)), "tokens", "positions", "wanted")
+
+
+def flat_mask(rows):
+    return layout_of(Flat(plan_of(rows), None, "mask"), "tokens", "positions", "wanted", "mask")
+
+
+def flat_on_a_device():
+    return on_a_device(lambda plan, device: Flat(plan, device, "mask"))
+
+
+def on_a_device(layout):
     plan = plan_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of((lambda device: Packed(plan, device)) if name == "Packed" else (
-        lambda device: Flat(plan, device, "mask")), "tokens", "positions", "mask", "wanted")
+    return devices_of(lambda device: layout(plan, device), "tokens", "positions", "mask", "wanted")
 
 
-def attend(rows, attention, mask):
-    """Also how many operations it takes."""
+def varlen(rows, heads, size, attention="varlen", mask=()):
     class LaidOut(Flat):   # as part c has to set it
         def lay_out(self, device):
             self.tokens = self.positions = torch.zeros(self.cu_seqlens[-1], dtype=torch.long)
             self.mask = torch.tensor(mask)
 
-    plan, found = plan_of(rows), {}
-    fill(plan)
-    batch = LaidOut(plan, None, attention)
-    number = operations(lambda: found.update(attended(batch)))
-    return {**found, "operations": number}
+    plan = plan_of(rows)
+    fill(plan, heads, size)
+    return attended(LaidOut(plan, None, attention), heads, size)
+
+
+def masked(**case):
+    return varlen(**case, attention="mask")

@@ -1,0 +1,142 @@
+"""
+The list of functions that students write, each with its cases, its usual mistakes and its calls.
+
+    setN/cases.py       points; {function: the calls that run it}; the cases, the smallest first
+    setN/calls.py       what a case runs, and which plain values it gives
+    setN/mistakes.txt   edits of our source, each with a sentence
+
+A function is named "file.py:Class.method" or "file.py:function". The kit runs the parts of a set in
+a child (kit.py). A notebook judges one function in its own process: `fault_of(number, name, mine)`.
+"""
+import importlib.util
+import inspect
+import json
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path += [str(ROOT), str(HERE)]   # calls.py imports probes.py, here as in a student's copy
+from child import answer  # noqa: E402
+from compare import alike, fault  # noqa: E402
+
+from lab.checks.edits import function_named, put_in, swapped  # noqa: E402
+from lab.checks.traps import edits_of  # noqa: E402
+
+SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
+
+
+class KitError(Exception):
+    """The list itself is wrong: our code raises an error, or a mistake that no case shows."""
+
+
+@cache
+def module_of(number, name):
+    """A set's cases.py or calls.py."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_set{number}",
+                                                  HERE / f"set{number}/{name}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def parts_of(number):
+    """{part: (points, title, {function: names of its calls})}"""
+    return module_of(number, "cases").PARTS
+
+
+def drawn(number, seed):
+    """{part: cases}, drawn from a seed, as a child reads them."""
+    return json.loads(json.dumps(module_of(number, "cases").cases(random.Random(seed))))
+
+
+@cache
+def mistakes_of(number):
+    """
+    [(part, function, sentence, edits), ...] of mistakes.txt. A paragraph is a sentence, and an edit
+    of our source as in a diff; where no line goes, a statement comes first in the function. Or it
+    names a known bug of lab/checks/traps.py, whose edits stand there.
+    """
+    found, place = [], None
+    for paragraph in (HERE / f"set{number}/mistakes.txt").read_text("utf-8").split("\n\n"):
+        head, *edit = paragraph.strip("\n").split("\n")
+        if head.startswith("@@ "):
+            place = head.split()[1:]
+        elif edit[0].startswith("trap: "):
+            found.append((*place, head, edits_of(edit[0].removeprefix("trap: "))))
+        else:
+            texts = ("\n".join(line[1:] for line in edit if line[0] == sign) for sign in "-+")
+            found.append((*place, head, [(place[1], *texts)]))
+    return found
+
+
+def answers_to(number, cases):
+    """What the code in this process gives."""
+    calls = module_of(number, "calls")
+    return [answer(getattr(calls, case["call"]), **{k: v for k, v in case.items() if k != "call"})
+            for case in json.loads(json.dumps(cases))]   # a call may change what it gets
+
+
+class Mistaken(Sequence):
+    """For each case what our code gives with a mistake, None where that is right; as asked for."""
+
+    def __init__(self, number, edits, cases, right):
+        self.number, self.edits, self.cases, self.right = number, edits, cases, right
+        self.known = {}
+
+    def __len__(self):
+        return len(self.cases)
+
+    def __getitem__(self, i):
+        if i not in self.known:
+            self.give([i])
+        return self.known[i]
+
+    def give(self, asked):
+        with put_in(self.edits, kept={}):   # a mistake may keep something between calls
+            given = answers_to(self.number, [self.cases[i] for i in asked])
+        for i, said in zip(asked, given):
+            self.known[i] = None if alike(said, self.right[i]) else said
+
+
+def record(number, part, cases, function=None):
+    """What compare.fault needs of these cases of a part, or of one of its functions."""
+    right = answers_to(number, cases)
+    if broken := [each["error"] for each in right if "error" in each]:
+        raise KitError(f"set {number}, part {part}: our code raises {broken[0]}")
+    return {"cases": cases, "right": right, "mistakes": {
+        sentence: Mistaken(number, edits, cases, right)
+        for of, name, sentence, edits in mistakes_of(number)
+        if of == part and function in (None, name)}}
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+@contextmanager
+def placed(name, mine):
+    """For the `with` block, `mine` takes the place of one of our functions."""
+    function = function_named(name)
+    given = ", ".join(inspect.signature(function).parameters)
+    called = "my_" + name.rpartition(":")[2].replace(".", "_")
+    with swapped(function, [("", f"return {called}({given})")], **{called: mine}):
+        yield
+
+
+def fault_of(number, name, mine, file):
+    """What is wrong with `mine` in the place of one of our functions, alone; None if it is right."""
+    [(part, calls)] = [(part, functions[name].split()) for part, (_, _, functions)
+                       in parts_of(number).items() if name in functions]
+    cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
+    made = record(number, part, cases, name)
+    answers = []
+    with placed(name, mine):
+        for case, right in zip(cases, made["right"]):
+            answers += answers_to(number, [case])
+            if not alike(answers[-1], right):
+                break
+    made = {**made, "cases": cases[:len(answers)], "right": made["right"][:len(answers)]}
+    return fault(made, answers, "", lambda where, line: "this cell" if where == file else None)

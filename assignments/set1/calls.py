@@ -1,0 +1,113 @@
+"""Set 1: runs one function on a case, and returns what it gives and changes."""
+from types import SimpleNamespace
+
+import torch
+from probes import (
+    attended,
+    cache_for,
+    devices_of,
+    kind_of,
+    layout_of,
+    numbers,
+    plan_of,
+    requests_of,
+)
+
+from cache import KV
+from generate_unbatched import Alone
+from model import Head
+
+
+def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float64"):
+    """What each token sees, by scores of 0 and one-hot values; and the output of made-up numbers."""
+    head, one = Head(), torch.ones(3, 2).double()
+    q, k, v = (scale * numbers(seed + i, *lead, n, hs).to(getattr(torch, dtype))
+               for i, n in enumerate((T, S, S)))
+
+    def given(q, k, v):
+        made = {"q": q, "k": k[..., past:, :], "v": v[..., past:, :]}
+        if past:
+            made |= {"past_k": k[..., :past, :], "past_v": v[..., :past, :]}
+        return made if mask is None else made | {"mask": torch.tensor(mask)}
+
+    found, eye = {}, torch.eye(S).double().expand(*lead, S, S)
+    if dtype != "float32":   # which is no matter of 1e-10
+        seen = head(**given(0 * q, 0 * k, eye))
+        found = {"shape and dtype": kind_of(seen)}
+        if torch.is_tensor(seen):
+            found |= {f"row {i // T}, new token {i % T} sees the keys": [
+                j for j, weight in enumerate(row) if weight]
+                for i, row in enumerate(seen.reshape(-1, S).tolist())}
+    arguments = given(q, k, v)
+    before = {name: each.clone() for name, each in arguments.items()}
+    head(one, one, one, one, one)   # of which it remembers nothing
+    out = head(**arguments)
+    found |= {"shape and dtype of the output": kind_of(out), "arguments that it changes": [
+        name for name in before if not torch.equal(arguments[name], before[name])]}
+    if torch.is_tensor(out) and dtype != "float32":
+        head(**{name: torch.ones_like(each) for name, each in arguments.items()})   # it leaves out
+        found["the output"] = out
+    return found
+
+
+def head_on_a_device():
+    return devices_of(lambda device: SimpleNamespace(output=Head()(
+        *(numbers(i, 2, 4, 3).to(device) for i in range(3)))), "output")
+
+
+def cache(capacity, calls, lead=(), dtype="float64"):
+    """calls: ["write", layer, start, n] or ["read", layer, end]. What each of them gives."""
+    kv, other, said = KV(capacity), KV(capacity), {}
+    for i, (name, layer, *sizes) in enumerate(calls):
+        call = f"call {i}, {name}({layer!r}, {', '.join(map(str, sizes))})"
+        if name == "read":
+            found = kv.read(layer, *sizes)
+            said[call] = {"shapes and dtypes": kind_of(found)}
+            if isinstance(found, tuple) and all(map(torch.is_tensor, found)):
+                said[call] |= {"keys and values": found, "views of the buffers": [
+                    each.data_ptr() == buffer[layer].data_ptr()
+                    for each, buffer in zip(found, (kv.k, kv.v))]}
+            continue
+        start, n = sizes
+        new = (100 * i + torch.arange(2 * n).view(n, 2)).to(getattr(torch, dtype))
+        k, v = (each.expand(*lead, n, 2).clone() for each in (new, new + 0.5))
+        buffer = kv.k.get(layer)
+        try:
+            returned = kv.write(layer, start, k, v)
+        except ValueError:
+            returned = "ValueError"
+        other.write(layer, 0, 0 * k[..., :1, :], 0 * v[..., :1, :])   # which changes nothing in kv
+        said[call] = {"it returns": returned, "it changes k or v": bool((k != new).any()) or bool(
+            (v != new + 0.5).any()), "new buffer": buffer is not None and buffer is not kv.k[layer]}
+    return said
+
+
+def lay_out(requests, caches):
+    plan = plan_of(requests)
+    if caches:
+        cache_for(plan[0][0])
+    return layout_of(Alone(plan[0][0]), "tokens", "positions", "start", "end", "wanted")
+
+
+class LaidOut(Alone):
+    """As lay_out has to set it."""
+
+    def __init__(self, request, start, end):
+        self.kv, self.plan = request.kv, [(request, end - start)]
+        self.start, self.end = start, end
+        self.tokens = self.positions = torch.zeros(1, end - start, dtype=torch.long)
+
+
+def attend(requests, caches, heads, size):
+    """In a pass. If there is a past, it was attended in a pass before."""
+    request, = requests_of(requests)
+    if caches:
+        cache_for(request)
+    if past := request.computed:
+        attended(LaidOut(request, 0, past), heads, size)
+    return attended(LaidOut(request, past, past + request.todo), heads, size)
+
+
+def alone_on_a_device():
+    request, = requests_of([{"prompt": 3}])
+    return devices_of(lambda device: Alone(request, device), "tokens", "positions")

@@ -1,0 +1,103 @@
+"""Set 2: runs one function on a case, and returns what it gives and changes."""
+import torch
+from probes import (
+    attended,
+    changes_of,
+    devices_of,
+    facts_of,
+    fill,
+    layout_of,
+    plan_of,
+    requests_of,
+)
+
+import generate_dynamic
+import request
+from generate_dynamic import Rectangle
+from generate_naive import StaticBatch
+
+TENSORS = "tokens", "positions", "mask"
+
+
+def static_batch(requests, context_length=24):
+    """What lay_out sets in each pass until all have finished. The generated tokens are 1, 2, ..."""
+    everybody, seen, number = requests_of(requests, context_length), {}, 0
+    batch = StaticBatch(everybody, None)
+    while True:
+        found = layout_of(batch, *TENSORS, "wanted", context_length=context_length)
+        seen |= {f"pass {number}, {what}": value for what, value in found.items()}
+        for each, n in batch.plan:
+            each.computed += n
+            each.generated += [len(each.generated) + 1][:n]
+            if each.is_last(len(each.generated)):
+                each.finish_reason = "length"
+        if all(each.finished for each in everybody):
+            return seen
+        batch.add_columns()
+        number += 1
+
+
+def static_batch_on_a_device():
+    requests = requests_of([{"prompt": 3}, {"prompt": 4}])
+    return devices_of(lambda device: StaticBatch(requests, None, device), *TENSORS, "wanted")
+
+
+def append(prompt, new, context_length, tokens, eos_token=None):
+    """With one token after the other, until it is finished."""
+    one, = requests_of([{"prompt": prompt, "new": new, "eos_token": eos_token}], context_length)
+    before, returned = facts_of([one]), None
+    for token in tokens:
+        if not one.finished:
+            one.computed = len(one.tokens)
+            returned = one.append(token) or returned
+    return {"it returns": returned, **changes_of([one], before)}
+
+
+def admit(waiting, running, step, max_batch):
+    everybody = requests_of(running + waiting)
+    now, later = everybody[:len(running)], everybody[len(running):]
+    fill([(each, 0) for each in now])
+    before = facts_of(everybody)
+    found = generate_dynamic.admit(list(later), list(now), step, max_batch)
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        return found
+    return {"waiting": found[0], "running": found[1], **changes_of(everybody, before)}
+
+
+def leave(running):
+    requests = requests_of(running)
+    fill([(each, 0) for each in requests])
+    before = facts_of(requests)
+    others = generate_dynamic.leave(list(requests))
+    return others if others is None else {"the others": others, **changes_of(requests, before)}
+
+
+def lay_out(names, rows):
+    plan = plan_of(rows)
+    requests = [each for each, _ in plan]
+    before = facts_of(requests)
+    return {**layout_of(Rectangle(plan), *names), **changes_of(requests, before)}
+
+
+def layout_on_a_device(names):
+    plan = plan_of([{"prompt": 3}, {"prompt": 4}])
+    names = [name for name in names if name != "P"]   # a number
+    return devices_of(lambda device: Rectangle(plan, device), *names)
+
+
+def attend(rows, P, T, mask, heads, size):
+    class LaidOut(Rectangle):   # as parts d, e and g have to set it
+        def lay_out(self, device):
+            self.tokens = self.positions = torch.zeros(len(rows), T, dtype=torch.long)
+            self.P, self.mask = P, torch.tensor(mask)[:, None, None]
+
+    plan = plan_of(rows)
+    fill(plan, heads, size)
+    return attended(LaidOut(plan), heads, size)
+
+
+def indices_due(plan):
+    pairs = plan_of(plan)
+    requests = [each for each, _ in pairs]
+    before = facts_of(requests)
+    return {"it returns": request.indices_due(pairs), **changes_of(requests, before)}
