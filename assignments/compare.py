@@ -176,8 +176,10 @@ def named(part, answers, i):
 
     counts = {sentence: sum(agrees(gives, j) for j in range(len(answers)))
               for sentence, gives in part["mistakes"].items() if gives[i] and agrees(gives, i)}
-    sentence = max(counts, key=counts.get, default="")
-    return f"{sentence[0].upper()}{sentence[1:].removesuffix('.')}. " if sentence else ""
+    if not counts:
+        return ""
+    sentence = max(counts, key=counts.get).strip()
+    return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "
 
 
 def error(what, raised, mine):

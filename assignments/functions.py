@@ -127,16 +127,16 @@ def placed(name, mine):
 
 
 def fault_of(number, name, mine, file):
-    """What is wrong with `mine` in the place of one of our functions, alone; None if it is right."""
+    """What is wrong with `mine` in the place of one of our functions; None if it is right."""
     [(part, calls)] = [(part, functions[name].split()) for part, (_, _, functions)
                        in parts_of(number).items() if name in functions]
     cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
     made = record(number, part, cases, name)
     answers = []
     with placed(name, mine):
-        for case, right in zip(cases, made["right"]):
+        for case in cases:
             answers += answers_to(number, [case])
-            if not alike(answers[-1], right):
-                break
+            if answers[-1].get("error", {}).get("type") == "TimeoutError":
+                break   # an alarm of the caller's
     made = {**made, "cases": cases[:len(answers)], "right": made["right"][:len(answers)]}
-    return fault(made, answers, "", lambda where, line: "this cell" if where == file else None)
+    return fault(made, answers, mine=lambda where, line: "this cell" if where == file else None)

@@ -219,8 +219,8 @@ def main(argv=None):
             made = line_of(args.set, folder, graded(args.set, folder, args.secret))
             says = "; ".join(f"{part}: {each}" for part, each in made["says"].items())
             points = " ".join(f"{part} {each}" for part, each in made["points"].items())
-            print(json.dumps(made) if args.json else
-                  f"{made['id']:16} {made['total']:2} of {made['of']}  {points}  {says}", flush=True)
+            line = f"{made['id']:16} {made['total']:2} of {made['of']}  {points}  {says}"
+            print(json.dumps(made) if args.json else line, flush=True)
     except (KitError, EditError, OSError) as error:
         print(f"kit.py: {error}", file=sys.stderr)
         return 1

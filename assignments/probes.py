@@ -1,5 +1,5 @@
 """
-What calls of the sets look at: requests, pools, layouts and runs, as plain values. Torch is imported
+What the calls of the sets look at, as plain values: requests, pools, layouts. Torch is imported
 where it is needed: the scheduler needs none.
 """
 import random

@@ -1,223 +1,289 @@
 # %% [markdown]
 # # 8. Your engine
 #
-# Now you build one: a scheduler, a layout, memory in pages, and a prefix cache. Four steps of 10 to
-# 30 lines each, about two hours in all. After each step a judge runs your functions and says in a
-# sentence what is wrong, if anything is; you may try as often as you like. At the end your engine
-# serves twelve prompts, beside ours.
+# Now you build one: a scheduler, a layout, memory in pages, and a prefix cache. You write thirteen
+# methods, most of them 5 to 20 lines long, in four steps, and each takes the place of one of ours.
+# At the end the stage *prefix* runs on your code, and serves twelve prompts beside ours.
+#
+# You have read most of these methods in notebooks 3 to 5. Write them without looking back: then you
+# see which rule you would have forgotten. A weak day takes three hours and a half, a good one half
+# of that. Each step ends with two hints, and `give_up(1)` takes our code for what is not right yet
+# in step 1, so nobody has to stop before the race.
 
 # %%
 from collections import deque
 from lesson import letters, source
-from capstone import Memory, judge, race, serve
+from capstone import give_up, judge, race
 import torch
+import generate_ragged
+from generate_prefix import page_hash
+from generate_ragged import Flat
 from model import head
+from request import indices_due
+from scheduler import Scheduler
 
 # %% [markdown]
-# The judge is made of tests. It mixes long and short prompts, greedy and sampled, so that few bugs
-# hide. It compares logits and tokens with each request alone, and measures what every token sees.
-# It also counts passes, slots, pages and attention's multiplications, because waste does not change
-# tokens: an engine that serves one request at a time gives the right ones, too.
+# `judge` tries each function alone, in the place of ours, on small cases and then on larger ones.
+# It says in a sentence what goes wrong in the smallest one. It names the usual mistake that gives
+# the same result, if it knows one. It also counts attention's multiplications, because waste does
+# not change tokens. Write one function, judge it, and go on: those that are still blank do not
+# matter. Once a step is right, its stage serves four requests with your functions.
 #
-# ## The loop
+# ## Step 1: which request computes how much?
 #
-# This is given. Everything called `yours.` is for you to write, step by step. Until step 3 there is
-# no `memory`: each request has a KV cache of its own. The rest you need not see: `Batch` makes
-# tensors of what your `lay_out` returns; its `sampled` are the requests of `due`, and `wanted` says
-# which tokens' logits they need. `InPages` is a request's cache in the pool, by your `slots`. The
-# judge has `trace`, `watch` and `on_token`.
-
-# %%
-source(serve)
-
-# %% [markdown]
 # What a request offers:
 #
 # | | |
 # |---|---|
-# | `request.tokens` | prompt and generated tokens, a list; `request.prompt` is the first part |
-# | `request.computed` | how many of them are computed: their keys are in the cache |
+# | `request.computed` | how many of its tokens are computed: their keys are in the cache |
 # | `request.todo` | how many are not; 1 in a decode |
-# | `request.arrival`, `request.name` | the step in which it arrives; a letter |
+# | `request.slice(i, j)` | its tokens i to j - 1, prompt and generated ones together |
 # | `request.append(token)` | adds a generated token; afterwards `request.finished` may be True |
-# | `request.kv.write(layer, start, k, v)` | stores `(heads, n, features)` from a position on |
-# | `request.kv.read(layer, end)` | returns keys and values `(heads, end, features)` |
-# | `request.block_table` | from step 3 on: its pages, a list of numbers |
 #
-# ## Step 1: which request computes how much?
+# A *plan* is a list of pairs (request, n): the step computes n tokens of each. `schedule` is a
+# method of `Scheduler`, so it begins with `self`. It finds there `self.running`, a list, and
+# `self.waiting`, a deque, both in order of arrival; `self.token_budget` and `self.max_batch`.
 #
-# `waiting` is a deque of requests, the next one on the left; `running` is a list. Both are in order
-# of arrival. `schedule` makes the plan of a step, and moves those that may start from `waiting` to
-# `running`. It hands out `token_budget` tokens, in order.
-#
-# 1. Each request in `running` gets its `todo`, or what is left of the budget. Before that, ask
-#    `make_room(request, n)`, which returns whether its next n tokens have room in memory. Until
-#    step 3 that is always so. Then memory may be short: requests are taken from the *end* of
-#    `running`, and put back into `waiting`. It returns False if this request is one of them.
-# 2. Then newcomers get the rest: the first of `waiting` starts as long as
+# 1. Each request in `self.running` gets its `todo`, or what is left of the budget. Before that, ask
+#    `self.make_room(request, n)`, which returns whether its next n tokens have room in memory. If
+#    memory is short, it takes requests from the *end* of `self.running`, and puts them back into
+#    `self.waiting`. It returns False if this request is one of them. They are not in the plan.
+# 2. Then newcomers get the rest. The first of `self.waiting` moves to the end of `self.running` as
+#    long as
 #    - some of the budget is left, and fewer than `max_batch` requests run;
-#    - it has arrived;
-#    - `admit(request)` returns True. That gives it memory, so ask last: then it must start. It may
-#      also change its `todo`, in step 4.
+#    - it has arrived: `self.arrived(step)`;
+#    - `self.admit(request)` returns True. That gives it memory, so ask last: then it must start.
 #
-#    It gets its `todo`, or what is left. Ask `make_room` for it, too: that succeeds.
-# 3. None overtakes the first in the queue. And in a step that took a request from `running`, nobody
-#    is admitted: it would find its pages, and come back at once.
+#    It gets its `todo` (only now: `admit` may have found computed tokens), or what is left. Ask
+#    `make_room` for it, too: that succeeds.
+# 3. None overtakes the first in the queue. And in a step in which `make_room` took a request from
+#    `self.running`, nobody is admitted: it would come back at once.
+# 4. If the plan is empty although a request runs or has arrived, it would be so in every step.
+#    Raise a `RuntimeError` whose text has `str` of the first that runs, or else waits.
 #
 # Say that A and B decode, C's prompt has 12 tokens, and the budget is 8. Then the plan is `[(A, 1),
 # (B, 1), (C, 6)]`. A request that gets nothing is not in it.
+#
+# After the pass, `advance(plan, tokens)` records it. Each request has n more tokens computed. Those
+# whose `todo` the plan covers in full get a token: `indices_due(plan)` returns their indices, and
+# `tokens` has one token for each, in this order. (A plan may hold requests with n = 0.)
 
 # %% tags=["exercise"]
-def schedule(waiting, running, step, max_batch, token_budget, admit, make_room):
-    """Returns the plan, [(request, n), ...]; moves those that start to `running`."""
+def schedule(self, step):
+    """Returns the plan, [(request, n), ...]; moves those that start to self.running."""
     ...
 
-# To try it, with prompts of 1 and 12 tokens, 3 to generate, and enough memory:
-# plan = schedule(deque(letters(3, A=1, C=12)), [], 0, 4, 8, lambda r: True, lambda r, n: True)
-# print([(request.name, n) for request, n in plan])
-judge(1, schedule)
+def advance(plan, tokens):
+    """Counts what is computed, and hands out the tokens; returns nothing."""
+    ...
+
+judge(1, schedule, advance)
 
 # %% [markdown]
-# <details><summary>A hint</summary>
+# <details><summary>A hint: the way</summary>
 #
-# A `for` over `running`, and a `while` over `waiting`, with a `break` or a last condition for
-# `admit`. One variable says what is left of the budget. A `for` over a list may go on while its end
-# is cut off: that is what `make_room` does. How does one see afterwards that somebody has left?
-# </details>
+# In `schedule`, a `for` over the running requests, then a `while` for newcomers. One variable says
+# what is left of the budget. How does one see, after the `for`, that a request has left? In
+# `advance`: which requests are due changes as soon as `computed` does.</details>
 #
+# <details><summary>A second hint: nearly code</summary>
+#
+# Keep `before = len(self.running)`. For each request that runs: `n = min(request.todo, budget)`; if
+# n is not 0 and there is room, append the pair and subtract n. Walk over `self.running` itself: a
+# `for` over a list ends early when the list is cut. While budget is left, no request has left, and
+# there is a place: stop unless the first has arrived and is admitted; then `popleft`, append, n,
+# `make_room`, the pair, the budget. `advance`: first collect the requests that are due; then add
+# every n; then `append` the tokens.</details>
+#
+# Your scheduler serves. This is the loop that calls it, of the stage *ragged*: it stays as it is.
+
+# %%
+source(generate_ragged.generate)
+
+# %% [markdown]
 # ## Step 2: one stream
 #
-# A plan becomes a stream `(N,)`: the tokens of its requests one after another, those from
-# `computed` on. `cu_seqlens` says where each begins, and ends with N. `due` lists which entries of
-# the plan get a next token: those whose `n` is all that they have to do. Say A decodes at position
-# 3; B's prompt has 7 tokens, 2 are computed, and this step computes 3 more. Then positions are `[3,
-# 2, 3, 4]`, cu_seqlens `[0, 1, 4]`, due `[0]`.
+# `Flat` turns a plan into a stream of N tokens, those of its requests one after another. Its
+# constructor has set `self.plan`; `self.starts[i]`, how many tokens the i-th request has computed;
+# `self.ends[i]`, how many it has after this pass; and `self.cu_seqlens`: the i-th request owns the
+# tokens from `cu_seqlens[i]` to `cu_seqlens[i + 1]` of the stream.
+#
+# `lay_out` sets four attributes, with tensors on `device`:
+#
+# | | |
+# |---|---|
+# | `self.tokens`, `self.positions` | long `(N,)`: each new token, and its position in its request |
+# | `self.sampled` | a list: the requests that are due |
+# | `self.wanted` | long `(R,)`: the place in the stream of the last token of each of these |
+#
+# Say A decodes at position 3; B's prompt has 7 tokens, 2 are computed, and this pass computes 3
+# more. Then positions are 3 2 3 4, `cu_seqlens` is `[0, 1, 4]`, and `wanted` is `[0]`. (A tensor of
+# an empty list needs `dtype=torch.long`.)
 #
 # `attend` is called once in each layer, with queries, keys and values `(heads, N, features)` of the
-# stream. First store all new keys and values, of all requests: in step 4 a request reads what
-# another one stores in the same pass. Then let each request's queries see that request's cache.
-# `head(q, k, v)` computes attention; if k is longer than q, the queries belong to the last keys.
+# stream. First each request's new keys and values go into its own cache: `request.kv.write(layer,
+# start, k, v)`. Then `request.kv.read(layer, end)` gives all of its keys and values, a pair. With
+# the list of these pairs, `attend` returns `self.skip(q, caches)`.
 #
-# After the pass: add n to each entry's `computed`, hand out the tokens (a list, one for each entry
-# of `due`), and take finished requests out of `running` itself: it is the loop's list.
+# `skip` lets each request's queries see that request's cache, and computes nothing else. `head(q,
+# k, v)` computes attention: its queries are the last of the keys. The output has the order of the
+# stream.
 
 # %% tags=["exercise"]
-def lay_out(plan):
-    """Returns four lists: tokens, positions, cu_seqlens, due."""
+def lay_out(self, device):
+    """Sets tokens, positions, sampled and wanted; returns nothing."""
     ...
 
-def attend(plan, cu_seqlens, layer, q, k, v):
+def attend(self, layer, q, k, v):
+    """Returns the output (heads, N, features)."""
+    ...
+
+def skip(self, q, caches):
     """Returns the output (heads, N, features), in the order of the stream."""
     ...
 
-def after_pass(plan, due, tokens, running):
-    """Returns the requests that have finished, a list. They are no longer in `running`."""
-    ...
-
-judge(2, lay_out, attend, after_pass)
+judge(2, lay_out, attend, skip)
 
 # %% [markdown]
-# <details><summary>A hint</summary>
+# <details><summary>A hint: the way</summary>
 #
-# Notebook 4 has the second loop. During a pass `request.computed` is still what it was before: a
-# request's new keys start there, and its cache ends at `request.computed + n`. `torch.cat(...,
-# dim=1)` joins the parts. In `after_pass`, first add n to `computed` for every entry of the
-# plan.</details>
+# Notebook 4 has `skip`: you wrote it there. `attend` is a loop over plan, starts, ends and the
+# slices of the stream. In `lay_out`, tokens and positions are lists that grow request by request;
+# the last token of request i is the one before `cu_seqlens[i + 1]`.</details>
+#
+# <details><summary>A second hint: nearly code</summary>
+#
+# `tokens += request.slice(start, end)` and `positions += range(start, end)`. `due =
+# indices_due(self.plan)` are numbers of plan entries. In `attend`, the i-th request's part of k is
+# `k[:, cu_seqlens[i]:cu_seqlens[i + 1]]`. In `skip`, take the same part of q, and join the outputs
+# with `torch.cat(..., dim=1)`.</details>
 #
 # Your engine serves. It reserves memory for the longest answer, as *ragged* does.
 #
 # ## Step 3: pages
 #
-# `memory` is a pool of pages:
-
-# %%
-source(Memory)
-
-# %% [markdown]
-# - `slots` translates positions into slots of the pool; page p has the slots from `p * memory.size`
-#   on. `[7, 2]` with 4 tokens to a page: position 5 is in slot 9.
+# The pool `self.pool` has `page_size` tokens to a page; page p has the slots from `p * page_size`
+# on. `request.block_table` lists a request's pages. `self.pool.free_queue` holds the free pages,
+# and `self.pool.allocate(table, number)` moves so many of them to the end of a table.
+# `self.pool.needed(tokens)` says how many pages so many tokens take.
+#
+# - `lay_out`, of `Paged`: call `Flat.lay_out(self, device)`, which is yours. Then set the four
+#   tensors that a kernel is given, long: `self.query_start_loc` `(B + 1,)`, where each request's
+#   new tokens begin in the stream, and the end; `self.seq_lens` `(B,)`, how many keys each has
+#   after this pass; `self.block_table` `(B, most pages of a request)`, behind a shorter table
+#   anything; and `self.slot_mapping` `(N,)`, the slot of each new token. The last two are on
+#   `device`. With `[7, 2]` and 4 tokens to a page, position 5 is in slot 9.
 # - `admit` returns whether the free pages can hold *all* tokens that a request has. If so, its
-#   `block_table` becomes an empty list: it takes no page yet. (`cached` and `find` are for step 4.)
-# - `make_room` is asked before n tokens of a request are planned. It gives it the pages that it
-#   needs for them, and no more, by `memory.take()`. While too few are free, the *last* request in
-#   `running` is preempted, perhaps the one that needs the pages: it gives back its own (by your
-#   `free`) and goes to the front of `waiting`; its `computed` becomes 0, and its tokens stay. It
-#   returns True; or False, if the request itself was preempted.
-# - `free` puts a request's pages back, at the end of `memory.free`; its `block_table` becomes None.
+#   `block_table` becomes an empty list: it takes no page yet.
+# - `make_room` gives a request the pages that it needs for its next n tokens, and no more. While
+#   too few are free, `self.victim()`, the *last* request that runs, is preempted, perhaps the one
+#   that asks: then it returns False, and takes none. Otherwise True.
+# - `preempt` takes a request out of `self.running`, and puts it at the front of `self.waiting`. Its
+#   pages are free (`self.free(request)`), its `computed` is 0, its tokens stay, and
+#   `self.pool.counts["preemptions"]` is one more.
 
 # %% tags=["exercise"]
-def slots(memory, request, start, end):
-    """Returns the slots of positions start to end - 1, a list."""
+def lay_out(self, device):
+    """As Flat.lay_out; and query_start_loc, seq_lens, block_table and slot_mapping."""
     ...
 
-def admit(memory, request):
-    """Sets request.block_table to an empty list, and returns True; or False."""
+def admit(self, request):
+    """Returns whether it has room; if so, sets request.block_table to an empty list."""
     ...
 
-def make_room(memory, running, waiting, request, n):
+def make_room(self, request, n):
     """Gives it pages for its next n tokens, and returns True; or False."""
     ...
 
-def free(memory, request):
-    """Puts its pages back; returns nothing."""
+def preempt(self, request):
+    """Back to the queue; returns nothing."""
     ...
 
-judge(3, slots, admit, make_room, free)
+judge(3, lay_out, admit, make_room, preempt)
 
 # %% [markdown]
-# <details><summary>A hint</summary>
+# <details><summary>A hint: the way</summary>
 #
-# `-(-a // b)` rounds up. How many pages do `computed + n` tokens need? The token that the pass
-# samples is not one of them: it gets its key in the next pass. While more are missing than are
-# free, preempt `running.pop()`: it may be the request itself.</details>
+# How many pages do `computed + n` tokens need, and how many does the request have? The token that
+# the pass samples is not one of them: it gets its key in the next pass. `admit` counts `todo`: a
+# request that waits has computed nothing. For `slot_mapping`, go through the positions: which entry
+# of the request's table is it, and which place in the page?</details>
+#
+# <details><summary>A second hint: nearly code</summary>
+#
+# `more = self.pool.needed(request.computed + n) - len(request.block_table)`; while `more` exceeds
+# `len(self.pool.free_queue)`, preempt a victim; if it was the request, return False; then allocate.
+# In `lay_out`, a loop will do: for each request and each position p from start to end - 1, the slot
+# is `request.block_table[p // size] * size + p % size`. To make tables of one length, append zeros.
+# </details>
 #
 # ## Step 4: prefixes
 #
-# New versions of `admit` and `free`, and one new function; `slots` and `make_room` stay.
-#
-# - `keep` is called when n tokens of a request are planned, and it has its pages; `computed` is
-#   still as it was before. Every page that becomes full by these tokens can be found from now on,
-#   under a key of your choice: `memory.cached[page] = key`. So a request that is admitted in the
-#   same step finds it already. That is right because your `attend` stores all keys before it reads
-#   any.
-# - `admit`, in this order:
-#   1. It looks for the request's full pages from the beginning on, `memory.find(key)`, until one is
-#      not found. The last token is always computed, so its page is never taken from the cache.
-#   2. If there are not enough free pages for the rest, it returns False and changes nothing. A
-#      found page that is free is no longer free: with 3 free pages, 2 of them found, and 2 more
-#      needed, it returns False.
-#   3. The table begins with the found pages: their `ref_count` grows by 1, and those that were free
-#      leave `memory.free`. The others it gets later, from `make_room`.
-#   4. `computed` says how many tokens were found.
-# - `free` counts down, the last page first. A page whose `ref_count` is 0 goes to the end of
-#   `memory.free`, and stays in `cached` until it is taken. But one that is not in `cached`, which
-#   nobody can find, goes to the front.
-#
-# What must a key say, so that a page is never found after the wrong beginning? (Notebook 5.) It can
-# be anything that a dict accepts, also a long tuple.
+# A page can be in several tables now. `ref_count[page]` says in how many. `free_queue` is an
+# `OrderedDict`, page -> None, whose first page is taken next. `cached` and `hash_of` say which page
+# has which hash, and `pool.find(hashes)`, `pool.share(table, pages)` and `pool.cache(page, hash)`
+# are given:
 
-# %% tags=["exercise"]
-def admit(memory, request):
-    """As before; but its table begins with the pages that are found."""
-    ...
-
-def keep(memory, request, n):
-    """From now on the pages that its next n tokens fill can be found; returns nothing."""
-    ...
-
-def free(memory, request):
-    """As before; but a page may be in another block table."""
-    ...
-
-judge(4, admit, keep, free)
+# %%
+from generate_prefix import PrefixPool
+source(PrefixPool.find)
+source(PrefixPool.share)
+source(PrefixPool.cache)
 
 # %% [markdown]
-# <details><summary>A hint</summary>
+# - `free`, of the pool: the table's pages are in one table less, the *last* page first. Those in no
+#   other are free. A page that can be found (it is in `self.hash_of`) goes to the end of the queue;
+#   one that nobody can find goes to its front. It returns nothing.
+# - `hash_of_page` returns the hash of the request's i-th page, which is full. A hash covers the
+#   page's tokens and all before them: `page_hash(before, tokens)` makes it from the hash of the
+#   page before (`b""` for the first) and the list of its own tokens. Each is computed once:
+#   `request.page_hashes`, empty at first, keeps them.
+# - `admit`, in this order:
+#   1. It looks for the request's full pages from the beginning on: `self.pool.find`, with the
+#      hashes of all full pages *before its last token*, which is always computed.
+#   2. If there are not enough free pages for the others, it returns False and changes nothing. A
+#      found page that is free will leave the queue as well: with 3 free pages, 2 of them found, and
+#      2 more needed, it returns False.
+#   3. Its table begins with the found pages (`self.pool.share`); the others come from `make_room`.
+#   4. `request.computed` says how many tokens were found. It returns True.
+# - `cache_filled(request, start, end)` is called when the tokens `start` to `end - 1` are planned.
+#   The pages that become full by them can be found from now on: `self.pool.cache(page, hash)`. So a
+#   request that is admitted in the same step finds them, and that is right, because a pass writes
+#   all its keys before it reads any.
+
+# %% tags=["exercise"]
+def free(self, table):
+    """Takes the pages of a table out of use; returns nothing."""
+    ...
+
+def hash_of_page(self, request, i):
+    """Returns the hash of its i-th page."""
+    ...
+
+def admit(self, request):
+    """As in step 3; but its table begins with the pages that are found."""
+    ...
+
+def cache_filled(self, request, start, end):
+    """From now on the pages that these tokens fill can be found; returns nothing."""
+    ...
+
+judge(4, free, hash_of_page, admit, cache_filled)
+
+# %% [markdown]
+# <details><summary>A hint: the way</summary>
 #
-# Key of page i: `tuple(request.tokens[:(i + 1) * memory.size])`, all tokens up to its end. (Engines
-# hash them.) A pass that computes tokens `c` to `c + n - 1` fills the pages in
-# `range(c // size, (c + n) // size)`. In `admit`, page i may be found only if `(i + 1) * size` is
-# less than the number of tokens.</details>
+# Notebook 5 has `free`. `hash_of_page` extends `request.page_hashes` until it has the i-th. In
+# `admit`, how many full pages are there before the last token, if `request.todo` tokens are known
+# and none is computed? In `cache_filled`, which pages *end* within `start` to `end`?</details>
+#
+# <details><summary>A second hint: nearly code</summary>
+#
+# `self.free_queue[page] = None` puts a page at the end, `self.free_queue.move_to_end(page,
+# last=False)` at the front. `full = (request.todo - 1) // size`. Found pages that are free:
+# `sum(page in self.pool.free_queue for page in found)`; new pages and these together must not
+# exceed the free ones. A pass from `start` to `end` fills the pages in `range(start // size, end //
+# size)`.</details>
 #
 # ## The race
 #
@@ -228,8 +294,8 @@ judge(4, admit, keep, free)
 race()
 
 # %% [markdown]
-# If your line equals ours, you have written the stage *prefix*, the last of this repository. It
-# plans as vLLM's own scheduler plans, pass by pass ([docs/vllm.md](../docs/vllm.md)).
+# If the lines are equal, the last stage of this repository runs on your code. It plans as vLLM's
+# own scheduler plans, pass by pass ([docs/vllm.md](../docs/vllm.md)).
 #
 # **Turn this knob:** `race(pages=64)`, and `race(token_budget=16)`. Which columns change?
 # <details><summary>Answer</summary>
@@ -241,8 +307,8 @@ race()
 #
 # ## Where to go from here
 #
-# - [The course kit](../assignments/README.md) asks for many of these functions with more rules and
-#   more tests, and for new ones: on the fused rectangle, on auditing a pool, on guessing tokens.
+# - [The course kit](../assignments/README.md) asks for these functions and for others: the fused
+#   rectangle, an auditor of a pool, guessed tokens.
 # - [`beyond/`](../beyond) goes on where the stages end: a request guesses its next tokens
 #   (`speculative.py`), a step is planned while the last one is computed (`ahead.py`), and more.
 # - [docs/vllm.md](../docs/vllm.md) leads from here into vLLM's files. Pages are *blocks* there,
@@ -259,8 +325,8 @@ race()
 # **2.** Two requests with the same prompt arrive in the same step. What does your prefix cache do?
 # <details><summary>Answer</summary>
 #
-# The first one is planned, and `keep` names the pages that this pass will fill. So the second,
-# which is admitted after it, finds them, and computes only what is behind its last full page. In
-# the pass, each layer stores the keys of both before the second reads those of the first. (If the
-# pass fails, nothing was filled, and the names must be taken back: `undo` in
+# The first one is planned, and `cache_filled` names the pages that this pass will fill. So the
+# second, which is admitted after it, finds them, and computes only what is behind its last full
+# page. In the pass, each layer stores the keys of both before the second reads those of the first.
+# (If the pass fails, nothing was filled, and the names must be taken back: `undo` in
 # `generate_prefix.py`.)</details>

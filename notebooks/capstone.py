@@ -1,70 +1,109 @@
 """
-The last notebook's judge of steps, and its race. The engine's loop is in assignments/engine.py.
+The last notebook: a reader's functions take the places of the repository's own.
 
-A step that is right is kept; the next ones run with it.
+    judge(1, schedule, advance)    judges the functions of a step, each alone (assignments/)
+    give_up(1)                     takes ours for those that are not right yet, and shows them
+    race()                         the stage *prefix* with all of them, beside the stage as it is
 """
+import inspect
+import textwrap
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
 
-from exercises import blank, said_by
-from lesson import STAGES, model, timelines, tokenizer
+from exercises import blank, limited
+from lesson import STAGES, check, folded, letters, model, timelines, tokenizer
 
+from functions import fault_of, placed
 from lab.checks.check import Check, summary
-from assignments import engine
-from assignments.engine import Memory, serve  # noqa: F401 (for the notebook)
+from lab.checks.edits import function_named
 from lab.experiments.ladder import twelve
 from lab.views.report import latencies
 from toolbox.trace import observed
 
-TRIALS = {1: engine.schedules, 2: engine.streams, 3: engine.memories, 4: engine.prefixes}
-BUILT = {}   # step -> {name: the reader's function}, once it is right
+SCHEDULER, FLAT = "scheduler.py:Scheduler.", "generate_ragged.py:Flat."
+PAGED, PREFIX = "paging.py:PagedScheduler.", "generate_prefix.py:PrefixScheduler."
+STEPS = {   # the stage that serves with them: {function: (set of the course kit, what it replaces)}
+    1: ("chunked", {"schedule": (3, f"{SCHEDULER}schedule"), "advance": (3, "request.py:advance")}),
+    2: ("ragged, varlen", {name: (4, FLAT + name) for name in ("lay_out", "attend", "skip")}),
+    3: ("paged", {"lay_out": (5, "generate_paged.py:Paged.lay_out")} | {
+        name: (5, PAGED + name) for name in ("admit", "make_room", "preempt")}),
+    4: ("prefix", {"free": (5, "generate_prefix.py:PrefixPool.free")} | {
+        name: (5, PREFIX + name) for name in ("hash_of_page", "admit", "cache_filled")})}
+BUILT = {}   # what it replaces: a function that is right
 
 
 def judge(number, *functions):
-    """Judges the functions of a step, and keeps them if they are right."""
-    BUILT.pop(number, None)
-    earlier = [step for step in range(1, number) if step not in BUILT]
-    if any(map(blank, functions)):
-        print(f"Step {number}: replace ... by your code, then run the cell.")
-    elif earlier:
-        print(f"Step {number} needs step {earlier[0]}: get that one right first, or run its cell.")
-    else:
-        mine = {function.__name__: function for function in functions}
-        parts = {k: f for step in range(1, number) for k, f in BUILT[step].items()} | mine
-        yours = SimpleNamespace(**{name: engine.returning(f) for name, f in parts.items()})
+    """Judges those functions of a step that are written, and keeps those that are right."""
+    stage, places = STEPS[number]
+    for function in functions:
+        name = function.__name__
+        if name not in places:
+            print(f"{name} is no function of step {number}, which has {', '.join(places)}.")
+            continue
+        kit, place = places[name]
+        BUILT.pop(place, None)
+        said = "still blank: replace ... by your code" if blank(function) else None
+        if not said:
+            with limited(60):
+                fault = fault_of(kit, place, function, function.__code__.co_filename)
+            said = f"not yet. {fault.rstrip('.')}." if fault else "right."
+            if not fault:
+                BUILT[place] = function
+        print(f"{name}: {said}")
+    if not missing(number):
+        with mine(number):
+            check(stage, letters(5, A=9, B=2, C=14, D=4), token_budget=8)
 
-        def trial():
-            with engine.limited(5 if number == 1 else 60):
-                return next(TRIALS[number](yours, model), None)
-        fault = said_by(trial, *parts.values())
-        if not fault:
-            BUILT[number] = mine
-        said = f"not yet. {fault.rstrip('.')}." if fault else "right."
-        print(f"Step {number}: {said}")
+
+def missing(number):
+    """What is not right yet of a step and those before it, in words."""
+    return [f"{name} of step {step}" for step in range(1, number + 1)
+            for name, (_, place) in STEPS[step][1].items() if place not in BUILT]
+
+
+def mine(number):
+    """For a `with` block: the reader's functions up to this step take the places of ours."""
+    stack = ExitStack()
+    for step in range(1, number + 1):
+        for _, place in STEPS[step][1].values():
+            stack.enter_context(placed(place, BUILT[place]))
+    return stack
+
+
+def ours(place):
+    """Our function, as a reader would write it."""
+    source = textwrap.dedent(inspect.getsource(function_named(place)))
+    owner = place.rpartition(":")[2].split(".")[0]
+    return source.replace("super()", f"super({owner}, self)")
+
+
+def give_up(number):
+    """Takes our functions for those of a step that are not right yet, and shows them, folded."""
+    for name, (_, place) in STEPS[number][1].items():
+        if place not in BUILT:
+            scope = dict(inspect.unwrap(function_named(place)).__globals__)
+            exec(ours(place), scope)
+            BUILT[place] = scope[name]
+            print(f"{name}: ours, until yours is right.")
+            with folded():
+                print(ours(place).rstrip())
 
 
 def race(max_batch=12, token_budget=64, pages=40, page_size=16):
-    """The twelve prompts behind a common beginning: the reader's engine, and the stage *prefix*."""
-    if missing := [step for step in TRIALS if step not in BUILT]:
-        return print(f"The race needs step {missing[0]}.")
-    yours = SimpleNamespace(**{k: f for step in sorted(BUILT) for k, f in BUILT[step].items()})
-    requests, knobs = twelve(tokenizer), dict(
-        max_batch=max_batch, token_budget=token_budget, pages=pages, page_size=page_size)
-    traces = []
+    """Twelve prompts behind a common beginning: with the reader's functions, and without."""
+    if missing(len(STEPS)):
+        return print(f"The race needs {', '.join(missing(len(STEPS)))}. Or give_up(number).")
+    knobs = dict(max_batch=max_batch, token_budget=token_budget, pages=pages, page_size=page_size)
+    requests, traces = twelve(tokenizer), []
     print(f"{'':8} tokens computed   passes   worst gap, steps   pages held   preemptions")
-    for name, generate in ("yours", partial(serve, yours)), ("prefix", STAGES["prefix"]):
+    for name, functions in ("yours", mine(len(STEPS))), ("prefix", ExitStack()):
         copies, held = [*map(replace, requests)], []
-        check = Check(model, copies)
-        with observed(model, lambda step, batch: held.append(len(
+        verdicts = Check(model, copies)
+        with functions, observed(model, lambda step, batch: held.append(len(
                 {page for request, _ in batch.plan for page in request.block_table}))):
-            trace = generate(model, copies, on_token=check.on_token, **knobs)
+            trace = STAGES["prefix"](model, copies, on_token=verdicts.on_token, **knobs)
         traces.append(trace)
-        verdicts = check()
         print(f"{name:8}{sum(p.slots for p in trace.passes):16,}{len(trace.passes):9}"
               f"{max(latencies(trace)['itl_steps']):19}{max(held):13}"
-              f"{trace.counts['preemptions']:14}   {summary(verdicts).split(',')[0]}")
-        if wrong := [verdict.name for verdict in verdicts if verdict.verdict == "WRONG"]:
-            print(f"{', '.join(wrong)} got wrong tokens, and no judge of a step has seen why. "
-                  "Which rule of a step does your code break?")
+              f"{trace.counts['preemptions']:14}   {summary(verdicts()).split(',')[0]}")
     timelines(traces, columns=1)

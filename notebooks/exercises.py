@@ -1,24 +1,29 @@
 """
-The judge of exercises: what a reader's function gets wrong, in a sentence.
+Exercises: what a reader's function gets wrong, in a sentence.
 
-It is called with arguments whose results are known, and takes the place of the repository's own
-code in a run. questions.toml has our code, the arguments, and the usual mistakes as edits of it.
+The function is called with arguments whose results are known, and compared as the course kit does
+(assignments/compare.py). questions.toml has our code, the calls, and the usual mistakes as edits.
 """
 import copy
 import inspect
 import math  # noqa: F401 (our code uses it)
 import re
-import traceback
-from collections import deque
+import signal
+import sys
+from collections import deque  # noqa: F401 (for questions.toml)
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
-from lesson import BANDWIDTH, PARAMETERS, PEAK  # noqa: F401 (our code uses them)
-from lesson import QUESTIONS, STAGES, folded, letters, model  # noqa: F401
+from lesson import BANDWIDTH, FOLDER, PARAMETERS, PEAK  # noqa: F401 (our code uses them)
+from lesson import QUESTIONS, folded
 
-from assignments.judge import faults
-from assignments.probes import operations
-from lab.checks.edits import edited, function_named, swapped
+sys.path.append(str(FOLDER.parent / "assignments"))
+from child import answer, plain
+from compare import fault
+from probes import kind_of, operations
+
+from lab.checks.edits import edited
 from model import Head
 
 
@@ -29,11 +34,14 @@ def exercise(function):
     """
     name = function.__name__
     function.__globals__[name] = function   # it may call itself
+    if name not in QUESTIONS:
+        print(f"There is no exercise {name!r}. Keep the name that the function had here.")
+        return function
     if blank(function):
         print(f"{name}: replace ... by your code, then run the cell.")
     else:
-        fault = said_by(lambda: fault_of(function, **QUESTIONS[name]), function)
-        print(f"{name}: " + (f"not yet. {fault}" if fault else "right."))
+        said = fault_of(function, **QUESTIONS[name])
+        print(f"{name}: " + (f"not yet. {said.rstrip('.')}." if said else "right."))
     with folded():
         print(QUESTIONS[name]["code"].strip())
     return function
@@ -44,53 +52,40 @@ def blank(function):
     return re.search(r"^ +(\w+ = )?\.\.\.", inspect.getsource(function), re.MULTILINE)
 
 
-def said_by(call, *functions):
-    """What a call returns; or its error, with the line of these functions that raised it."""
-    try:
-        return call()
-    except Exception as error:   # of the reader's code, whatever it is
-        files = {function.__code__.co_filename for function in functions}
-        lines = [f"line {frame.lineno}, {frame.line}: "
-                 for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-        kind = "" if type(error).__name__ == "Fault" else f"{type(error).__name__}: "
-        said = f"{''.join(lines[-1:])}{kind}{error}".rstrip(".")
-        return ". ".join([said, *getattr(error, "__notes__", ())])
-
-
-def fault_of(function, calls, code, mistakes, run=None, view="lambda result, *given: result"):
+def fault_of(function, calls, code, mistakes, view="lambda result, *given: result", within=1e-5):
     """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
     name, calls, view = function.__name__, eval(calls), eval(view)
+    ours, names = defined(name, code), [*inspect.signature(function).parameters]
+    is_tensor = torch.is_tensor(ours(*copy.deepcopy(calls[0])))
 
-    def results(function):   # for each call, what it returns, and its arguments afterwards
-        return [[view(function(*given), *given), *given] for given in copy.deepcopy(calls)]
+    def answers(function):
+        """Of each call: what it returns, and its arguments afterwards."""
+        found = []
+        for given in copy.deepcopy(calls):
+            def call(given=given):
+                result = view(function(*given), *given)
+                kind = {"the kind of what it returns": kind_of(result)} if is_tensor else {}
+                return kind | {"it returns": result} | {
+                    f"{each} becomes": value for each, value in zip(names, given)
+                    if not isinstance(value, (int, float))}   # which cannot change
+            with limited(5):
+                found.append(answer(call))
+            if found[-1].get("error", {}).get("type") == "TimeoutError":
+                break   # so would the next
+        return found
 
-    def explained(theirs):   # what to say of the first usual mistake with these results: [sentence]
-        for old, new, why in mistakes:
-            wrong = edited(code, [(old, new)], name)
-            try:
-                other = results(defined(name, wrong))
-            except Exception as error:
-                other = str(error)
-            if same(theirs, other):
-                return [why]
-        return []
-
-    try:
-        theirs = results(function)
-    except Exception as error:
-        for why in explained(str(error)):
-            error.add_note(why)
-        raise
-    fault, alike = difference(function, calls, theirs, results(defined(name, code)))
-    if run and alike:
-        fault = fault_in_run(function, **run) or fault
-    if fault:
-        return " ".join([fault, *explained(theirs)])
-    if "head" in inspect.signature(function).parameters:
-        mine, ours = (operations(each, *copy.deepcopy(calls[0])) for each in
-                      (function, defined(name, code)))
-        if mine > 1.01 * ours:   # a mask, where there is nothing to hide
-            return f"The result is right, but it takes {mine / ours:.1f} times our multiplications."
+    right, theirs = answers(ours), answers(function)
+    part = {"within": within, "right": right[:len(theirs)],
+            "cases": [{"call": name, **dict(zip(names, map(shown, given)))} for given in calls],
+            "mistakes": {f"{why}{' ' * i}": answers(defined(name, edited(code, [(old, new)], name)))
+                         for i, (old, new, why) in enumerate(mistakes)} if theirs != right else {}}
+    file = function.__code__.co_filename
+    said = fault(part, theirs, mine=lambda where, line: "this cell" if where == file else None)
+    if said is None and "head" in names:
+        mine, least = (operations(each, *copy.deepcopy(calls[0])) for each in (function, ours))
+        if mine > 1.01 * least:   # a mask, where there is nothing to hide
+            return f"The result is right, but it takes {mine / least:.1f} times our multiplications"
+    return said
 
 
 def defined(name, code):
@@ -105,51 +100,34 @@ def solution(name):
     return defined(name, QUESTIONS[name]["code"])
 
 
-def difference(function, calls, theirs, right):
-    """The first result that differs, in a sentence, or None; and whether it looks right."""
-    names = [*inspect.signature(function).parameters]
-    for call, *both in zip(calls, theirs, right):
-        for what, before, mine, our in zip(["returns", *names], [None, *call], *both):
-            if not same(mine, our):
-                given = ", ".join(f"{n} = {shown(v)}" for n, v in zip(names, call)
-                                  if not inspect.isfunction(v))
-                what = "it returns" if what == "returns" else f"{what} becomes"
-                got, expected = shown(mine), shown(our)
-                if alike := got == expected:   # so what is in them differs
-                    got, expected = f"{mine}".replace("\n", ""), f"{our}".replace("\n", "")
-                return f"For {given}: {what} {got}, expected {expected}.", alike
-    return None, True
-
-
-def same(a, b):
-    """Whether two results agree: times to 1%, tensors to rounding. Arrays do for tensors."""
-    if isinstance(b, torch.Tensor):
-        a = torch.as_tensor(a) if hasattr(a, "__array__") else a
-        return shown(a) == shown(b) and torch.allclose(a.double(), b.double(), atol=1e-5)
-    if isinstance(b, (list, tuple, deque)):
-        return isinstance(a, (list, tuple, deque)) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(b, (int, float)) and hasattr(a, "__float__"):   # numpy's numbers do as well
-        return abs(float(a) - b) <= 0.01 * abs(b) * isinstance(b, float)
-    return type(a) is type(b) and a == b
-
-
 def shown(value):
-    """A value in a sentence."""
-    if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype)[6:]} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (list, tuple, deque)):
-        return f"[{', '.join(map(shown, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else f"{value!r:.60}"
+    """An argument in a sentence: of a large tensor its shape, of a function nothing."""
+    if inspect.isfunction(value):
+        return None
+    if isinstance(value, dict):
+        return str(value)
+    if torch.is_tensor(value):
+        return plain(value) if value.numel() < 12 else f"of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+        return [*map(shown, value)]
+    return plain(value)
 
 
-def fault_in_run(function, stage, requests, knobs, edit):
-    """
-    The first thing that goes wrong in a run with the reader's function, in a sentence. edit: whose
-    code it takes a place in, the old text, and the new, in which it is `reader`.
-    """
-    with swapped(function_named(edit[0]), [edit[1:]], reader=function):
-        found = faults(STAGES[stage], model, eval(requests), **knobs)
-        return next((f"{sentence}." for _, sentence in found), None)
+@contextmanager
+def limited(seconds):
+    """TimeoutError after so many seconds of computing, where the system has such an alarm."""
+    def stop(*_):
+        raise TimeoutError(f"it does not end: {seconds} seconds of computing are over")
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 # --- for questions.toml ---------------------------------------------------------------------------

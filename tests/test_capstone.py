@@ -1,99 +1,129 @@
 """
-The engine of the last notebook: its judge accepts what is right in several styles, names what is
-wrong, and the notebook gives no solution away.
+The last notebook: its judge accepts our functions in several styles, names what is wrong and whose
+fault it is, and the notebook gives no solution away.
 """
+import inspect
+import json
 import linecache
 import re
 import sys
 from unittest.mock import patch
 
 import pytest
-import solution
 from common import ROOT
 
-from lab.checks.edits import edited
+from lab.checks.edits import edited, function_named
 
 pytest.importorskip("IPython")
 FOLDER = ROOT / "notebooks"
 sys.path.insert(0, str(FOLDER))
 import capstone  # noqa: E402 (it lies beside the notebooks)
 
-
-def handed_in(step, *edits):
-    """Runs a step's cell with the solution, edited."""
-    run(step, edited(solution.cell(step), edits))
+TEXT = (FOLDER / "08_your_engine.ipynb").read_text(encoding="utf-8")
+PLACES = [place for _, functions in capstone.STEPS.values() for _, place in functions.values()]
 
 
-def run(step, text):
-    name = f"<step {step}>"
-    linecache.cache[name] = len(text), None, text.splitlines(True), name
-    exec(compile(text, name, "exec"), solution.SCOPE)
+def written(place, *edits):
+    """Our function, edited, as if it had been written in a cell."""
+    text, file = edited(capstone.ours(place), edits), f"<{place}, {edits}>"
+    linecache.cache[file] = len(text), None, text.splitlines(True), file
+    scope = dict(inspect.unwrap(function_named(place)).__globals__)
+    exec(compile(text, file, "exec"), scope)
+    return scope[place.rpartition(":")[2].rpartition(".")[2]]
+
+
+def judged(name, step, capsys, *edits):
+    capstone.BUILT.clear()
+    capstone.judge(step, written(capstone.STEPS[step][1][name][1], *edits))
+    return capsys.readouterr().out
 
 
 @pytest.fixture
 def built(capsys):
-    """The steps, as far as a test needs them."""
-    solution.SCOPE.update(judge=capstone.judge)
-
-    def up_to(last):
-        for step in range(1, last + 1):
-            if step not in capstone.BUILT:
-                handed_in(step)
-        return capsys.readouterr().out
-    return up_to
+    """All functions are right."""
+    for step, (_, functions) in capstone.STEPS.items():
+        capstone.judge(step, *(written(place) for _, place in functions.values()))
+    return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("step, old, new, sentence", [
-    case if i % 7 == 0 else pytest.param(*case, marks=pytest.mark.thorough)
-    for i, case in enumerate(solution.WRONG)])
-def test_the_judge_names_what_is_wrong(step, old, new, sentence, built, capsys):
-    built(step - 1)
-    handed_in(step, *solution.edits(old, new))
-    said = capsys.readouterr().out
-    assert said.startswith(f"Step {step}: not yet. ") and sentence in said, said
-
-
-@pytest.mark.parametrize("step, old, new", [
-    case if case[0] < 3 else pytest.param(*case, marks=pytest.mark.thorough)
-    for case in solution.RIGHT])
-def test_the_judge_accepts_another_style(step, old, new, built, capsys):
-    built(step - 1)
-    handed_in(step, *solution.edits(old, new))
-    assert capsys.readouterr().out == f"Step {step}: right.\n"
-    capstone.BUILT.pop(step)
-
-
-def test_a_step_waits_for_the_one_before_it_and_for_code(built, capsys):
-    built(0)
-    capstone.BUILT.clear()
-    handed_in(2)
-    run(1, re.sub(r"    plan, left.*(?=\njudge)", "    ...\n", solution.cell(1), flags=re.DOTALL))
-    capstone.race()
-    assert capsys.readouterr().out == (
-        "Step 2 needs step 1: get that one right first, or run its cell.\n"
-        "Step 1: replace ... by your code, then run the cell.\nThe race needs step 1.\n")
-
-
-TEXT = (FOLDER / "08_your_engine.ipynb").read_text(encoding="utf-8")
-
-
-def test_the_notebook_shows_no_solution():
-    assert solution.LINES and not [line for line in solution.LINES if line in TEXT]
-
-
-@pytest.mark.thorough
-def test_the_race_says_whose_tokens_are_wrong(built, capsys):
-    built(4)
-    with patch.object(capstone, "timelines"), patch.dict(
-            capstone.BUILT[2], attend=lambda plan, cu_seqlens, layer, q, k, v: v):
-        capstone.race(pages=64)
-    assert " got wrong tokens, and no judge of a step has seen why" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("pages", [64, pytest.param(40, marks=pytest.mark.thorough)])
-def test_the_race_is_a_tie_and_the_notebook_has_its_figures(pages, built, capsys):
-    built(4)
+def test_right_functions_serve_step_by_step_and_the_race_is_a_tie(built, capsys):
+    assert built.count(": right.") == len(PLACES)
+    assert re.findall(r"(.*): 4/4 requests identical", built) == [
+        stage for stage, _ in capstone.STEPS.values()]
     with patch.object(capstone, "timelines"):
-        capstone.race(pages=pages)
-    yours, ours = (line.split() for line in capsys.readouterr().out.splitlines() if "12/12" in line)
-    assert yours[1:] == ours[1:] and all(figure in TEXT for figure in yours[1:3])
+        for pages in 64, 40:
+            capstone.race(pages=pages)
+            yours, ours = (line.split() for line in capsys.readouterr().out.splitlines()
+                           if "12/12" in line)
+            assert yours[1:] == ours[1:] and all(figure in TEXT for figure in yours[1:3])
+
+
+@pytest.mark.parametrize("name, step, old, new", [
+    ("schedule", 1, "for request in self.running:", "for request in [*self.running]:\n"
+     "        if request not in self.running:\n            continue"),
+    ("schedule", 1, "return plan", "return tuple(plan)"),
+    ("lay_out", 2, "self.sampled = [self.plan[i][0] for i in due]",
+     "self.sampled = tuple(self.plan[i][0] for i in due)[:]; self.sampled = [*self.sampled]"),
+    ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
+torch.nn.functional.scaled_dot_product_attention(
+            q[:, a:b], keys, values, attn_mask=torch.ones(
+                b - a, keys.size(1)).bool().tril(keys.size(1) - b + a))"""),
+    ("hash_of_page", 4, "while len(known) <= i", "while len(known) < request.known // size"),
+])
+def test_the_judge_accepts_another_style(name, step, old, new, capsys):
+    assert judged(name, step, capsys, (old, new)) == f"{name}: right.\n"
+
+
+@pytest.mark.parametrize("name, step, old, new, said", [   # mistakes are test_assignments.py's
+    ("advance", 1, "request.computed += n", "request.computed += 1 / 0",
+     "ZeroDivisionError: division by zero (this cell, line "),
+    ("schedule", 1, "if n and self.make_room(request, n):", "if n:", "as if nobody had to ask for"),
+    ("schedule", 1, "plan = []", "while True:\n        pass", "it does not end: 60 seconds"),
+    ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
+     "as if the outputs stood one behind the other in the wrong order"),
+    ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
+     "as if `computed` stayed 0, although pages are found: they would be computed again"),
+    ("admit", 4, "self.hash_of_page(request, i) for i in range(full)", "[]",
+     "as if nothing were looked up"),
+    ("cache_filled", 4, "end // size)", "-(-end // size))", "a page that is not full"),
+    ("free", 4, "if page not in self.hash_of", "if False", "pages that nobody can find"),
+])
+def test_the_judge_names_what_is_wrong(name, step, old, new, said, capsys):
+    with patch.object(capstone, "limited", lambda _, real=capstone.limited: real(1)):
+        heard = judged(name, step, capsys, (old, new))
+    assert heard.startswith(f"{name}: not yet. ") and heard.count("\n") == 1
+    assert said.replace("60", "1") in heard, heard
+
+
+def test_blank_functions_are_named_others_are_judged_and_one_may_give_up(capsys):
+    place = capstone.STEPS[1][1]["schedule"][1]
+    blank = written(place, ("plan = []", "..."))
+    capstone.BUILT.clear()
+    capstone.judge(1, blank, written(capstone.STEPS[1][1]["advance"][1]), len)
+    said = capsys.readouterr().out
+    assert said.splitlines() == [
+        "schedule: still blank: replace ... by your code", "advance: right.",
+        "len is no function of step 1, which has schedule, advance."]
+    capstone.race()
+    assert capsys.readouterr().out.startswith("The race needs schedule of step 1, lay_out of step")
+    for step in capstone.STEPS:
+        capstone.give_up(step)
+    assert "advance" not in capsys.readouterr().out and not capstone.missing(4)
+
+
+def test_wrong_tokens_are_seen_in_the_race(built, capsys):
+    place = capstone.STEPS[4][1]["hash_of_page"][1]
+    with patch.object(capstone, "timelines"), patch.dict(capstone.BUILT, {
+            place: lambda self, request, i: b"all pages are one"}):
+        capstone.race(pages=64)
+    [yours] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("yours")]
+    assert "12/12" not in yours
+
+
+def test_the_notebook_shows_no_solution_but_in_second_hints():
+    text = re.sub(r"<details>.*?</details>", "", "\n".join(
+        "".join(cell["source"]) + str(cell.get("outputs")) for cell in json.loads(TEXT)["cells"]),
+        flags=re.DOTALL)
+    for place in PLACES:
+        lines = [line.strip() for line in capstone.ours(place).splitlines()[1:]]
+        assert not [line for line in lines if len(line) > 30 and '"""' not in line and line in text]

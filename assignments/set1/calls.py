@@ -19,7 +19,7 @@ from model import Head
 
 
 def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float64"):
-    """What each token sees, by scores of 0 and one-hot values; and the output of made-up numbers."""
+    """What each token sees, by scores of 0 and one-hot values; and an output of made-up numbers."""
     head, one = Head(), torch.ones(3, 2).double()
     q, k, v = (scale * numbers(seed + i, *lead, n, hs).to(getattr(torch, dtype))
                for i, n in enumerate((T, S, S)))

@@ -33,7 +33,8 @@ def schedules(rng):
         if len(state["running"]) > 1:   # with too little memory
             first = min(todo(state["running"][0]), state["token_budget"])
             states.append({**state, "room": first + rng.randint(0, 4)})
-    for state in sorted(states, key=lambda state: len(state["running"]) + len(state["waiting"])):
+    for state in sorted(states, key=lambda state: (
+            len(state["running"]) + len(state["waiting"]), str(state).count("refused"))):
         yield {"call": "schedule", **state}
     for arrival in 0, 1:   # it never fits; nobody has arrived
         yield {"call": "schedule", "step": 0, "running": [], "waiting": [

@@ -5,6 +5,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import audit as auditor
 import torch
 from probes import (
     changes_of,
@@ -19,7 +20,6 @@ from probes import (
     requests_of,
 )
 
-import audit as auditor
 import generate_paged
 import generate_prefix
 from generate_paged import Paged
@@ -135,8 +135,8 @@ def cache(page, name, **pool):
     return in_pool(lambda pool: pool.cache(page, name), **pool)
 
 
-def hashes(tokens, page_size, pages, prompt=None):
-    """hash_of_page, for one page after the other, of a request and of one that begins otherwise."""
+def hash_of_page(tokens, page_size, pages, prompt=None):
+    """For one page after the other, of a request and of one that begins otherwise."""
     n = len(tokens) if prompt is None else prompt
     scheduler = PrefixScheduler(1, 1, 40, page_size)
     A, B = requests_of([{"prompt": each[:n], "generated": each[n:]}

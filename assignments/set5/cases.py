@@ -14,8 +14,8 @@ PARTS = {   # points, what it is about, {function: its calls}; a and b are the f
         "admit", "make_room", "preempt")}),
     "c": (3, "pages that are shared", {f"{POOL}{name}": name for name in (
         "share", "allocate", "free", "forget")}),
-    "d": (3, "pages that are found", {f"{PREFIX}hash_of_page": "hashes", f"{POOL}find": "find",
-                                      f"{POOL}cache": "cache"}),
+    "d": (3, "pages that are found", {f"{PREFIX}hash_of_page": "hash_of_page",
+                                      f"{POOL}find": "find", f"{POOL}cache": "cache"}),
     "e": (3, "a request finds its beginning", {f"{PREFIX}admit": "admit_after_look_up",
                                                f"{PREFIX}cache_filled": "cache_filled"}),
     "f": (3, "an auditor of counts and the free queue", {"audit.py:audit": "audit"}),
@@ -109,12 +109,13 @@ def finding(rng):
             yield {"call": "find", "hashes": hashes, **state}
         for page in {*range(len(state["ref_count"]))} - {page for page, _ in state["hash_of"]}:
             yield {"call": "cache", "page": page, "name": rng.choice([*names, "x"]), **state}
-    yield {"call": "hashes", "tokens": [5, 7, 2, 9, 6, 1], "page_size": 2, "pages": [0, 1, 2]}
+    yield {"call": "hash_of_page", "tokens": [5, 7, 2, 9, 6, 1], "page_size": 2, "pages": [0, 1, 2]}
     for tokens, size, pages in ([5, 5], 1, [1]), ([5, 5], 1, [0, 0]), (
             [5, 7, 5, 7, 2, 1], 2, [0, 1, 2, 1, 0]):
-        yield {"call": "hashes", "tokens": tokens, "page_size": size, "pages": pages}
+        yield {"call": "hash_of_page", "tokens": tokens, "page_size": size, "pages": pages}
     for size in 1, 2, 3, 5:
-        yield {"call": "hashes", "tokens": [rng.randrange(3) for _ in range(15)], "page_size": size,
+        tokens = [rng.randrange(3) for _ in range(15)]
+        yield {"call": "hash_of_page", "tokens": tokens, "page_size": size,
                "pages": sorted(rng.randrange(15 // size) for _ in range(5)),
                "prompt": rng.randint(1, 15)}
 
