@@ -9,14 +9,14 @@ Usually host and device take turns, and the device is idle while the host sample
     ahead      host     plan 1, plan 2   read 1, plan 3   read 2, plan 4
                device          pass 1     pass 2           pass 3    (tokens: a step late)
 
-A plan depends on how many tokens there are, hardly on which. So pass 2 is laid out with a *hole*
-for each token that pass 1 will give, and the device fills the holes from its own memory:
+A plan depends on the number of tokens, and hardly on which tokens they are. So pass 2 is laid out
+with a *hole* for each token that pass 1 will give. The device fills the holes from its own memory:
 
                      known to the host   pass 1 computes   pass 2 computes
     A, a decode      p0 p1 p2 g0         g0                _     the hole, where g1 will be
     B, mid-prefill   p0 p1 p2 p3         p0 p1             p2 p3
 
-A stop token is known too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
+A stop token is seen too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
 AsyncScheduler; transformers: ContinuousBatchingConfig's use_async_batching.) Pages that a queued
 pass still uses may be freed and given away: the device runs passes in order, so the next owner
 writes later. On CUDA this overlaps little: the layouts copy from pageable memory, and such copies
@@ -58,7 +58,7 @@ def choose(logits, requests):
     for i, request in enumerate(requests):
         if request.temperature > 0:
             edges = cdf(logits[i].double(), request.temperature, request.top_k, request.top_p)
-            # without the last edge: if all are NaN, it is a token nevertheless, until `land` looks
+            # the last edge is left out: even NaN then gives some token, until `land` checks
             tokens[i] = torch.searchsorted(edges[:-1], request.draw(), right=True)
     return tokens
 
@@ -81,7 +81,7 @@ def launch(model, scheduler, kv, trace, step, flight):
         batch = Paged(plan, kv, scheduler.pool, model.device) if plan else None
     finally:
         for request in holes:
-            request.assumed = []   # nobody else sees a hole
+            request.assumed = []   # no other code sees a hole
     if batch is None:
         return None
     fill_holes(batch, holes, flight)

@@ -19,14 +19,14 @@ Fairness: orders other than first come, first served, and a bound on what they c
    the next newcomer. When pages run out, it chooses the *victim*, too: the running request that is
    last in rank is preempted, and waits at its rank. So the first in rank keeps its pages and goes
    on at every step: no live-lock. A victim that this step's plan already holds gives its tokens
-   back to the budget. Those that run go on in the order in which they were admitted: sorted by
-   rank, an incomplete prompt could stand before decodes, which would then stall.
+   back to the budget. Running requests keep the order in which they were admitted: sorted by rank,
+   an incomplete prompt could stand before decodes, which would then stall.
 4. A request that was preempted `bound` times is due, too. A due request gets pages for its longest
    answer at once. All that still need pages rank behind it, so it is not preempted any more.
 
-This is fair to requests, not to users: one who sends a thousand gets a thousand turns. A service
-with many users serves next the user with the fewest tokens so far (Virtual Token Counter, VTC:
-Sheng et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority;
+This is fair to requests, not to users: a user with a thousand requests gets a thousand turns. To be
+fair to users, serve next the user who has got the fewest tokens (Virtual Token Counter, VTC: Sheng
+et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs or priority;
 without a bound, the plans of `priority` here are those of vLLM's own.
 
     python -m beyond.fairness                   the example
@@ -127,7 +127,7 @@ class FairScheduler(PrefixScheduler):
             self.plan[request] = n
             self.rank_overtaken()
         plan = [*self.plan.items()]
-        self.plan.clear()   # what will have ended leaves nothing behind
+        self.plan.clear()   # so that no request is kept after its end
         return plan
 
     @property

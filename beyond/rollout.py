@@ -30,7 +30,7 @@ of one version, this is the contract of all stages.
 In vLLM this is pause_generation(mode="abort", "wait" or "keep") and its clear_cache; SGLang aborts,
 retracts or pauses in place. PipelineRL (arXiv 2509.19128) updates weights while requests run.
 
-    python -m beyond.rollout     both, counted
+    python -m beyond.rollout     the wrong tokens and the costs, counted
 """
 if __spec__ is None:
     raise SystemExit("start it in the folder above: python -m beyond.rollout")

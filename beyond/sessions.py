@@ -15,8 +15,9 @@ is preempted, the oldest hold ends. A hold also ends if nothing is running and t
 still finds no room.
 
 Holding alone makes it worse. The session comes back, and waits behind a newcomer. The newcomer
-waits for room, which that session holds. So whose pages are held must also go first: `by_session`
-queues turns in the order in which their sessions arrived. 24 sessions of 6 turns, in pages for six:
+waits for room, which that session holds. So a session whose pages are held must also go first:
+`by_session` queues turns in the order in which their sessions arrived. 24 sessions of 6 turns, in
+pages for six of them:
 
     keep                   steps   computed again     of what earlier turns had computed
     0 (LRU)                  677             100%
@@ -25,8 +26,8 @@ queues turns in the order in which their sessions arrived. 24 sessions of 6 turn
     infinity, by_session     612               8%
     30 steps, by_session     539               9%
 
-With pages for all of them 3% is computed again, and `keep` changes nothing: find out first in
-which regime you are. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept
+With pages for all of them 3% is computed again, and `keep` changes nothing. So find out first which
+regime you are in. (Proposed for vLLM: #57103 and #52113. Continuum: arXiv 2511.02230. InferCept
 found that recomputing takes 37 to 40% of the forward time. Copies in host memory: docs/memory.md.)
 
     python -m beyond.sessions     the table, counted

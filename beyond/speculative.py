@@ -13,9 +13,9 @@ number. Keys beyond `computed` are never read: nothing is rolled back. A guess i
 latest tokens when they last occurred (prompt lookup, Saxena 2023).
 
 A draft model proposes a token with probability q, and rejection sampling accepts it with
-probability min(1, p/q), p being the model's own. This draft is certain, q = 1: so a guess is
-accepted with probability p. Here the request's own draw equals the guess just as often; if not, the
-draw is already the right token. No draft distribution, no second random number, one comparison.
+probability min(1, p/q), where p is the model's own. A looked-up guess has q = 1, so it would be
+accepted with probability p. The request's own draw equals the guess just as often. If it does not,
+the draw is already the right token. No draft distribution, no second random number is needed.
 
     python -m beyond.speculative [MODEL PROMPTS]    docs/beyond.md: passes saved, and their price
 """
