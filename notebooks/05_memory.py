@@ -48,8 +48,8 @@ for p in storm["reserve"].passes[:26:5]:
     print(f"step {p.step:2}: {sum(first + n for _, first, n in p.work):3} of 156 tokens in use")
 
 # %% [markdown]
-# On average 63.5 of the 156 places stay empty, although every answer here is as long as it may be. If
-# answers end early, as most do, even more stay empty.
+# On average 63.5 of the 156 places stay empty, although every answer here is as long as it may be.
+# If answers end early, as most do, even more stay empty.
 #
 # ## Pages
 #
@@ -113,10 +113,10 @@ timelines([storm["pages"]], columns=1);
 # %% [markdown]
 # Pink tokens are computed again (their last one is new: a thin green edge). The pool has 39 pages
 # of 4 tokens, so the same 156 places, and all eight begin at once. At step 11 each of them needs a
-# fifth page, for its 17th token. That makes 40, so H is preempted. At step 15 the seven need a sixth
-# page each, and G is; at step 19 F is, and at step 23 E. They return when pages are free; *computed
-# again* is what it costs. TTFT, the time to the first token, is counted in steps here; a token of
-# step 0 takes one step.
+# fifth page, for its 17th token. That makes 40, so H is preempted. At step 15 the other seven need
+# a sixth page each, so G is preempted; at step 19 it is F, and at step 23 E. They return when pages
+# are free; *computed again* is what it costs. TTFT, the time to the first token, is counted in
+# steps here; a token of step 0 takes one step.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")

@@ -91,8 +91,8 @@ def step_time(rows, kv_tokens):
 # ## Which budget?
 #
 # 32 requests decode. At step 40 a prompt of 2,000 tokens arrives, and is cut into chunks by the
-# token budget, beside the 32. A small budget keeps each step short, and cuts the prompt into more of
-# them.
+# token budget, beside the 32. A small budget keeps each step short, and cuts the prompt into more
+# chunks.
 
 # %% jupyter={"source_hidden": true}
 def waits(budget, decoding=32):
@@ -123,8 +123,8 @@ with folded():
           log=True, xlabel="token budget", ylabel="ms, calculated")
 
 # %% [markdown]
-# What the 32 gain, the newcomer pays: its prompt takes more steps, and each of them reads all weights
-# and serves the decodes first.
+# What the 32 gain, the newcomer pays: its prompt takes more steps, and each of them reads all
+# weights and serves the decodes first.
 #
 # - From 2,048 tokens down to 512, the ITL falls almost with the budget, and the TTFT grows by a
 #   quarter: such a step is long by its arithmetic, so half the rows take nearly half the time.

@@ -8,15 +8,13 @@ The judge of guesses. A guess is a value of Python, of the kind that its questio
 What cannot be read costs no attempt, nor does a right number in another unit.
 """
 import math
-import numbers
 import re
 import tomllib
 from pathlib import Path
 
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 MISSED = {}   # number of a question -> the wrong guesses so far
-SIZES = {"bytes": 1, "KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30,
-         "TB": 1e12}
+SIZES = {"bytes": 1, "KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
 
 
 def ask(question, guess=...):
@@ -33,20 +31,19 @@ def value_of(said, it):
     several = isinstance(said, (list, tuple, set, range))
     none = isinstance(said, str) and said.strip().lower() == "none"
     if isinstance(it["answer"], str):
-        text = "".join(map(str, said)) if several else said if isinstance(said, str) else ""
-        names = {*re.findall(r"\w", text.upper())}
-        return "none" if none else "".join(sorted(names)) or None if names <= {*it["of"]} else None
+        text = "".join(map(str, said)) if several else str(said)
+        names = sorted({*re.findall(r"\w", text.upper())})
+        return "none" if none else "".join(names) if names and {*names} <= {*it["of"]} else None
     if isinstance(it["answer"], list):
-        values, ordered = [*map(number_of, [] if none else said if several else [said])], \
-            it.get("ordered")
-        if said == () or None in values or ordered and len(values) != len(it["answer"]):
+        values = [*map(number_of, [] if none else said if several else [said])]
+        if None in values or said == () or "ordered" in it and len(values) != len(it["answer"]):
             return None
-        return tuple(values if ordered else sorted({*values}))
+        return tuple(values if "ordered" in it else sorted({*values}))
     return number_of(said)
 
 
 def number_of(said):
-    is_number = isinstance(said, numbers.Real) and not isinstance(said, bool)
+    is_number = isinstance(said, (int, float)) and not isinstance(said, bool)
     return float(said) if is_number and abs(said) < 1e300 else None   # NaN and infinity are none
 
 
@@ -60,10 +57,10 @@ def off(said, value):
 def in_units(said, asked):
     """{unit: what a guess means in it}, the unit that is asked for first."""
     one = SIZES.get(asked, 1)
-    units = {asked: one, "thousands": 1e3 * one, "thousandths": 1e-3 * one, "millions": 1e6 * one}
+    units = {asked: one, "thousands": 1e3 * one, "thousandths": 1e-3 * one}
     units |= SIZES if asked in SIZES else {}
-    return {unit: said * size / one if isinstance(said, float) else said
-            for unit, size in units.items()}
+    is_number = isinstance(said, float)
+    return {unit: said * size / one if is_number else said for unit, size in units.items()}
 
 
 def form(it):
@@ -71,9 +68,9 @@ def form(it):
     if isinstance(it["answer"], str):
         return 'letters in quotes, such as "X Y", or "none"'
     if isinstance(it["answer"], list):
-        length = len(it["answer"])
-        return f"a list of {length} numbers, such as {[*range(10, 10 + length)]}" if it.get(
-            "ordered") else 'a list of numbers, such as [10, 11], or "none"'
+        n = len(it["answer"])
+        return f"a list of {n} numbers, such as {[*range(10, 10 + n)]}" if "ordered" in it else \
+            'a list of numbers, such as [10, 11], or "none"'
     return f"a number{' of ' + it['unit'] if 'unit' in it else ''}, such as 99 or 9 * 11"
 
 
@@ -92,9 +89,8 @@ def reply(it, guess, missed):
     distance, _, known = min((off(value, value_of(wrong, it)), i, sentence)
                              for i, value in enumerate(values.values())
                              for *wrongs, sentence in it["wrong"] for wrong in wrongs)
-    known = known if distance <= max(2 * within, 0.005) else ""
+    known = known if distance <= max(2.5 * within, 0.005) else ""
     if len(missed) < 3:
         hint = it["hints"][len(missed) - 1] if len(missed) == 2 or not known else ""
         return " ".join(filter(None, (known, hint, "Try again.")))
-    answer = "none" if it["answer"] == [] else it["answer"]
-    return f"{known or 'No.'} The answer is {answer}. {it['why']}"
+    return f"{known or 'No.'} The answer is {it['answer']}. {it['why']}"

@@ -57,9 +57,9 @@ pyplot()   # gives all figures the repository's style
 def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
     """A cell that was run before the cells above it says so; so does a name without quotes."""
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
-    print('Names need quotes: guess="A C".' if len(error.name) == 1 and error.name.isupper() else
-          f"Is {error.name!r} defined in a cell above? Run that one first, or all of them: "
-          "Run > Run All Above Selected Cell.")
+    print('Letters, and "none", need quotes: guess="A C".' if {*error.name} <= {*"ABCDEFGH"}
+          or error.name == "none" else f"Is {error.name!r} defined in a cell above? Run that one "
+          "first, or all of them: Run > Run All Above Selected Cell.")
 
 
 # --- to show -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """
 Every notebook runs from scratch, prints what is committed, and proves the answers of its questions.
-It is committed executed, small, and without a trace of the machine it ran on. A guess is judged as
-a person would, an exercise accepts our code and knows the usual mistakes.
+It is committed executed, small, and without a trace of the machine it ran on. A guess is a value of
+Python, and known misses are named; an exercise accepts our code and knows the usual mistakes.
 """
 import linecache
 import math
@@ -160,15 +160,14 @@ def test_its_first_cell_finds_the_repository_wherever_the_kernel_starts(tmp_path
 def test_a_reader_who_misspells_a_stage_or_skips_a_cell_reads_what_to_do(capsys):
     with pytest.raises(ValueError, match="'interleavd'.*'interleaved'"):
         lesson.run("interleavd", [])
-    for name, said in ("four", "Is 'four' defined in a cell above?"), ("A", 'guess="A C"'):
+    for name, said in ("four", "Is 'four' defined in a cell above?"), ("AC", "need quotes"):
         lesson.not_yet_defined(Mock(), NameError, NameError(name=name), None)
         assert said in capsys.readouterr().out
 
 
 # --- questions ------------------------------------------------------------------------------------
 
-SAID_NO_ATTEMPT = "That was no attempt."
-UNREADABLE = "", " ", (), None, "who knows", "13", {}, max, lesson, math.nan, math.inf, True, 1j
+UNREADABLE = "", ", ", (), None, "who knows", "13", {}, max, lesson, math.nan, math.inf, True, 1j
 
 
 def test_the_notebooks_ask_all_questions_in_order_and_give_no_answer_away():
@@ -194,40 +193,42 @@ def replies(it, *guesses):
     return [answers.reply(it, guess, missed) for guess in guesses]
 
 
+def misses(it):
+    return [(wrong, sentence) for *wrongs, sentence in it["wrong"] for wrong in wrongs]
+
+
+def test_two_misses_get_a_hint_each_and_the_third_gets_the_answer():
+    it = ASKED["2.3"]
+    first, second = it["hints"]
+    assert replies(it, 98, 98.0, 97, 98, 96, 13) == [
+        f"{first} Try again."] * 2 + [f"{second} Try again."] * 2 + [
+        f"No. The answer is 13. {it['why']}", f"Right. {it['why']}"]
+
+
 @pytest.mark.parametrize("number", ASKED)
-def test_a_known_miss_is_named_two_get_a_hint_each_and_the_third_gets_the_answer(number):
+def test_a_known_miss_is_named_unrounded_and_in_thousands_too(number):
     it = ASKED[number]
     assert replies(it, it["answer"]) == [f"Right. {it['why']}"]
-    known = {sentence: wrongs for *wrongs, sentence in it["wrong"]}
-    misses = [wrong for wrongs in known.values() for wrong in wrongs]
-    for sentence, wrongs in known.items():
-        for wrong in wrongs:
-            others = [each for each in misses if each != wrong][:2]
-            assert replies(it, wrong, wrong) == [f"{sentence} Try again."] * 2
-            assert replies(it, others[0], wrong)[1] == f"{sentence} {it['hints'][1]} Try again."
-            said = replies(it, *others, wrong)[2]
-            shown = "none" if it["answer"] == [] else it["answer"]
-            assert said == f"{sentence} The answer is {shown}. {it['why']}"
-            if isinstance(wrong, (int, float)):
-                assert replies(it, 1.0004 * wrong) == [f"{sentence} Try again."]
-                for each in 1e3 * wrong, wrong / 1e3:
-                    assert replies(it, each)[0].removesuffix(" Try again.") in known
-    assert len(misses) == len({*map(str, misses)}) >= 4
+    assert len({str(answers.value_of(wrong, it)) for wrong, _ in misses(it)}) >= 4
+    for wrong, sentence in misses(it):
+        others = [each for each, _ in misses(it) if each != wrong][:2]
+        assert replies(it, wrong, wrong) == [f"{sentence} Try again."] * 2   # the same: one miss
+        said = replies(it, *others, wrong)[2]
+        assert said.startswith(f"{sentence} The answer is ") and said.endswith(it["why"])
+        if isinstance(wrong, (int, float)):
+            assert replies(it, 1.0004 * wrong) == [f"{sentence} Try again."]
+            for each in 1e3 * wrong, wrong / 1e3:   # it may be another miss as well
+                assert replies(it, each)[0].removesuffix(" Try again.") in dict(misses(it)).values()
 
 
 @pytest.mark.parametrize("number", ASKED)
-def test_what_cannot_be_read_costs_no_attempt_and_is_told_a_form_that_gives_nothing_away(number):
+def test_what_cannot_be_read_costs_no_attempt_and_the_form_wanted_is_no_hint(number):
     it = ASKED[number]
-    another = {str: ["X"], list: [[1, 2, "3"], [[1]], *[[1]] * it.get("ordered", False)]}.get(
-        type(it["answer"]), ["A", [13], [13, 14]])
-    for guess in *UNREADABLE, *another:
-        [said] = replies(it, guess)
-        assert said.startswith("Write ") and said.endswith(SAID_NO_ATTEMPT), (guess, said)
-    examples = [eval(each) for each in re.findall(r'"[^"]*"|\[.*?\]|99|9 \* 11', answers.form(it))]
-    values = [answers.value_of(each, it) for each in examples if each != "none"]
-    known = [answers.value_of(wrong, it) for *wrongs, _ in it["wrong"] for wrong in wrongs]
-    assert values and answers.value_of(it["answer"], it) not in values
-    assert not {*values} & {*known} - {None}
+    for guess in *UNREADABLE, *(["A", [13, 14]] if isinstance(it["answer"], (int, float)) else
+                                ["X", [1, "3"], [[1]], *[[1]] * it.get("ordered", False)]):
+        assert re.fullmatch("Write .*, such as .* That was no attempt.", *replies(it, guess)), guess
+    example = eval(re.search(r'such as ("X Y"|\[[^]]*]|99)', answers.form(it))[1])
+    assert example not in (it["answer"], *(wrong for wrong, _ in misses(it)))
 
 
 @pytest.mark.parametrize("number, guess, said", [
@@ -244,7 +245,7 @@ def test_what_cannot_be_read_costs_no_attempt_and_is_told_a_form_that_gives_noth
 def test_a_guess_is_a_value_of_python_in_any_unit(number, guess, said):
     reply = answers.reply(ASKED[number], guess, missed := set())
     assert reply.startswith(said)
-    assert reply.endswith(SAID_NO_ATTEMPT) == said.startswith("Right in")
+    assert reply.endswith("That was no attempt.") == said.startswith("Right in")
     assert bool(missed) == said.startswith("That")
 
 
