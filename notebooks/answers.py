@@ -89,7 +89,7 @@ def reply(it, guess, missed):
     distance, _, known = min((off(value, value_of(wrong, it)), i, sentence)
                              for i, value in enumerate(values.values())
                              for *wrongs, sentence in it["wrong"] for wrong in wrongs)
-    known = known if distance <= max(2.5 * within, 0.005) else ""
+    known = known if distance <= max(2.5 * within, 0.01) else ""
     if len(missed) < 3:
         hint = it["hints"][len(missed) - 1] if len(missed) == 2 or not known else ""
         return " ".join(filter(None, (known, hint, "Try again.")))
