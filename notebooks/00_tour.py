@@ -39,9 +39,9 @@ check("ragged, varlen", requests, token_budget=16)
 #
 # ## Why batch at all?
 #
-# A model turns each token into a *row* of numbers, and a *forward pass* takes some rows through all
-# layers. To *compute* a token means this. (Later, a row is also one request's line in a tensor or a
-# picture. Words are in the [glossary](../docs/glossary.md).)
+# A model turns each token into a *row* of numbers. To *compute* a token is to take its row through
+# all layers, and a *forward pass* does that for some rows at once. (Further down, a row of a tensor
+# or of a picture is a request. All words are in the [glossary](../docs/glossary.md).)
 #
 # To generate a token, the processor reads all weights of the model from memory, for one row. If it
 # computes 32 rows, it still reads them once. So what does a row cost in a pass of more and more

@@ -4,8 +4,8 @@
 # Which token may see which, why keys and values are kept and nothing else, and what that costs.
 #
 # A cell with `ask` wants a guess from you: replace `...` with your answer and run it again. An
-# answer is a value of Python: a number, which Python may calculate (`9 + 3`), a list (`[3, 4]`),
-# letters in quotes (`"A C"`), or `"none"`. The first two wrong guesses get a hint each, the third
+# answer is a value of Python: a number, which Python may calculate (`9 * 11`), a list (`[10, 11]`),
+# letters in quotes (`"X Y"`), or `"none"`. The first two wrong guesses get a hint each, the third
 # the answer; what cannot be read is not counted. A cell with `@exercise` wants a few lines of code,
 # and judges them as often as you like. Cells that only prepare something are folded: run them, too.
 

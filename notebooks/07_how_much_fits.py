@@ -41,7 +41,7 @@ ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", gue
 #
 # An A100 has 40 or 80 GiB (of 2³⁰ bytes); data sheets call them GB.
 
-# %%
+# %% jupyter={"source_hidden": true}
 cases = {f"{memory} GiB, {name}": (memory * GiB, *shape)
          for memory in (40, 80) for name, shape in MODELS.items()}
 left = [0.9 * memory - 2 * parameters - 0.5e9 for memory, parameters, *_ in cases.values()]

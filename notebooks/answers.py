@@ -1,9 +1,9 @@
 """
 The judge of guesses. A guess is a value of Python, of the kind that its question wants:
 
-    a number   13    30 - 17    68.7
-    names      "A C"    "A, C"    "AC"    ["A", "C"]    "none"
-    a list     [3, 6, 3]
+    a number   99    9 * 11
+    letters    "X Y"    "X, Y"    "XY"    ["X", "Y"]    "none"
+    a list     [10, 11]
 
 What cannot be read costs no attempt, nor does a right number in another unit.
 """

@@ -1,7 +1,7 @@
 """
 What the notebooks share.
 
-    ask("1.2: How many ...?", guess=...)       judges a guess by questions.toml
+    ask("1.2: How many ...?", guess=...)       judges a guess by questions.toml (answers.py)
     with folded(): ...                         hides its output behind a line to click
     with broken("published mask"): ...         inserts a known bug, and removes it again
     run, run_all, look, check                  run a stage: its trace, what tokens see, is it right?
@@ -57,7 +57,7 @@ pyplot()   # gives all figures the repository's style
 def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
     """A cell that was run before the cells above it says so; so does a name without quotes."""
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
-    print('Letters, and "none", need quotes: guess="A C".' if {*error.name} <= {*"ABCDEFGH"}
+    print('Letters, and "none", need quotes: guess="X Y".' if {*error.name} <= {*"ABCDEFGH"}
           or error.name == "none" else f"Is {error.name!r} defined in a cell above? Run that one "
           "first, or all of them: Run > Run All Above Selected Cell.")
 
