@@ -39,10 +39,14 @@ check("ragged, varlen", requests, token_budget=16)
 #
 # ## Why batch at all?
 #
-# To generate a token, the processor reads all weights of the model from memory, for one row of
-# numbers. If it computes 32 rows, it still reads them once. So what does a row cost in a pass of
-# more and more rows? The picture has three lines: our small model, measured just now on your
-# machine; GPT-2, measured on two cores; and Llama 2 7B on a GPU, calculated as in notebook 6.
+# A model turns each token into a *row* of numbers. To *compute* a token is to take its row through
+# all layers, and a *forward pass* does that for some rows at once. (Further down, a row of a tensor
+# or of a picture is a request. All words are in the [glossary](../docs/glossary.md).)
+#
+# To generate a token, the processor reads all weights of the model from memory, for one row. If it
+# computes 32 rows, it still reads them once. So what does a row cost in a pass of more and more
+# rows? The picture has three lines: our small model, measured just now on your machine; GPT-2,
+# measured on two cores; and Llama 2 7B on a GPU, calculated as in notebook 6.
 
 # %% tags=["machine"]
 lines({name: [(rows, 100 * ms / rows / points[0][1]) for rows, ms in points]
@@ -90,12 +94,15 @@ timelines([traces[name] for name in shown[:-2]]);
 # | stage | the idea | what it still wastes |
 # |---|---|---|
 # | naive | prompts padded to one length, until the last answer is done | red: finished rows |
-# | dynamic | finished requests leave, waiting ones enter | step 6: all wait for F's 40 tokens |
+# | dynamic | finished requests leave, waiting ones enter | time: in step 6 the others wait for F |
 # | chunked | at most 16 tokens a step, so long prompts come in pieces | up to two passes a step |
 # | interleaved | both in one pass: a *rectangle*, a row for each request | grey: mostly padding |
 # | ragged | no rows: all tokens in one stream | memory is kept for answers that may never come |
 # | paged | memory in pages, as answers grow | equal prompts are computed once for each request |
 # | prefix | equal beginnings are computed and kept once | what is equal, but fills no whole page |
+#
+# In step 6 *dynamic* computes F's 40 tokens in one piece. The others get their token in that step,
+# too (their cells are green), but the step lasts so long that the next one comes late.
 #
 # The limit of 16 is the *token budget*. (The eighth stage, *unbatched*, runs one request at a
 # time.) The same in numbers:
@@ -140,14 +147,13 @@ show({"the published mask": published});
 # weight, so their next tokens may be wrong. D's row is the widest: it has no new pads, and is
 # right. No error is raised: one has to look at what is seen, or compare with each request alone.
 #
-# Now the eight requests again. A request passes the check if it has no new pads in any of its
-# steps: look at *interleaved*, in the timelines above. Replace `...` with a name, such as A (it
-# needs no quotes), and run the cell. The first two misses get a hint each, the third the answer.
-# What cannot be read is no attempt.
+# Now the eight requests again, under that mask: their steps are in the timeline of *interleaved*,
+# above. Replace `...` with the names that pass, in quotes, such as `"X"`, `"X Y"` or `"none"`, and
+# run the cell. The first two misses get a hint each, the third the answer. What cannot be read is
+# no attempt.
 
 # %%
-ask("0.1: Under that mask, exactly one of the eight requests still passes the check. Which?",
-    guess=...)
+ask("0.1: Under that mask, which of the eight requests still pass the check?", guess=...)
 
 # %%
 with folded(), broken("published mask"):

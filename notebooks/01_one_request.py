@@ -3,10 +3,11 @@
 #
 # Which token may see which, why keys and values are kept and nothing else, and what that costs.
 #
-# A cell with `ask` wants a guess from you: replace `...` with your answer and run it again. A name
-# needs no quotes, and "12", "twelve" and "9 + 3" are the same number. The first two wrong guesses
-# get a hint each, the third the answer; what cannot be read is not counted. A cell with `@exercise`
-# wants a few lines of code, and judges them as often as you like.
+# A cell with `ask` wants a guess from you: replace `...` with your answer and run it again. An
+# answer is a value of Python: a number, which Python may calculate (`9 * 11`), a list (`[10, 11]`),
+# letters in quotes (`"X Y"`), or `"none"`. The first two wrong guesses get a hint each, the third
+# the answer; what cannot be read is not counted. A cell with `@exercise` wants a few lines of code,
+# and judges them as often as you like. Cells that only prepare something are folded: run them, too.
 
 # %%
 from lesson import ask, broken, check, folded, letters, look, model, run, show, source
@@ -26,8 +27,10 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 # documentation. Its texts make little sense.
 #
 # Words as in [the tour](00_tour.ipynb): *prefill* computes the tokens of a prompt, *decode* the one
-# that was generated last; a *step* is one round of the loop that serves, here one *forward pass*;
-# a *stage* is one of the repository's scripts. The first, *unbatched*, runs one request at a time.
+# that was generated last. To *compute* a token is to take its *row* of numbers through all layers;
+# one call of the model, for some rows, is a *forward pass*. A *step* is one round of the loop that
+# serves, here one pass. A *stage* is one of the repository's scripts. The first, *unbatched*, runs
+# one request at a time. (Other words are in the [glossary](../docs/glossary.md).)
 #
 # ## Where tokens meet
 #
@@ -60,7 +63,7 @@ for name in "ln_1", "attn.query", "attn.key", "attn.value", "attn.c_proj", "ln_2
 # one. Which rows change, after which layer? (`moved_rows` runs both prompts and compares. You need
 # not read how.)
 
-# %%
+# %% jupyter={"source_hidden": true}
 def moved_rows(changed_token, attend=None):
     """After each layer, the rows that differ if one token of the prompt is replaced."""
     tokens = torch.tensor([request.prompt, request.prompt])
@@ -72,6 +75,7 @@ def moved_rows(changed_token, attend=None):
         hook.remove()
     return [[i for i in range(n) if (x[0, i] - x[1, i]).abs().max() > 1e-4] for x in after]
 
+# %%
 ask("1.1: Token 3 of 7 changes. Which of the rows 0 to 6 differ after the last layer? (a list)",
     guess=...)
 
@@ -136,7 +140,7 @@ for length in 7, 14, 28:
 
 # %%
 ask("1.3: An eighth token is appended. Which of the rows 0 to 6 change, in any layer? (a list, or "
-    "none)", guess=...)
+    "'none')", guess=...)
 
 # %%
 with folded():
@@ -191,6 +195,7 @@ for stage in "unbatched, no cache", "unbatched":
 def cache_bytes(tokens, layers, heads, head_size, bytes_per_number=2):
     return tokens * 2 * layers * heads * head_size * bytes_per_number
 
+# %%
 ask("1.4: Llama 2 7B in fp16: how many GB (10⁹ bytes) do 32 caches take together, of 4,096 tokens "
     "each? (to 1%)", guess=...)
 
@@ -275,6 +280,10 @@ with folded(), broken("causal rule from the top left"):
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# All of them hold: H1 to H6, R2 and I2 of [docs/sources.md](../docs/sources.md).</details>
+# All hold ([docs/sources.md](../docs/sources.md)): tokens interact in attention alone (H1), and all
+# other steps give the same rows whatever is beside them (R2); scores grow with n² (H2); the last
+# token changes nothing before it (H3); with a cache, one more token costs O(n) (H4); the size of a
+# token's cache (H5); chunks give the same logits and cache for any split (H6); one `Head` serves
+# prefill and decode (I2).</details>
 #
 # **Next:** [02_rectangles](02_rectangles.ipynb) puts several requests into one tensor.

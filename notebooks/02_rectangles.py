@@ -99,9 +99,11 @@ def own_positions(columns, pads):
 #
 # Suppose that the position were simply the column. Four prompts of 2, 7, 4 and 7 tokens:
 
-# %%
+# %% jupyter={"source_hidden": true}
 four = texts("The class", "If this function is called without", "Return True if the",
              "Return a list of the names in")
+
+# %%
 ask("2.2: Positions are columns. Which of A, B, C and D still pass the check?", guess=...)
 
 # %%
@@ -133,6 +135,8 @@ print(f"scores of A's row: {padded.score_entries // 2}; alone: {alone.score_entr
 
 # %%
 uneven = letters(A=3, B=3, C=3, new={"A": 2, "B": 5, "C": 10})
+
+# %%
 ask("2.3: The batch runs until the last request has its 10 tokens. How many slots does it "
     "compute for rows that are already finished?", guess=...)
 
@@ -191,9 +195,11 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # and new slots. The longest row of a rectangle has no pads, and so the right positions. These are
 # all rectangles, a line each. A:4 says that A's row has 4 tokens, its past included:
 
-# %%
+# %% jupyter={"source_hidden": true}
 for p in run("dynamic", eight, max_batch=4).passes:
     print(f"step {p.step:2}:", *(f"{name}:{first + n}" for name, first, n in p.work))
+
+# %%
 ask("2.4: Which of the eight requests pass the check with this bug?", guess=...)
 
 # %%
@@ -234,7 +240,9 @@ counts(run_all(("unbatched", "naive", "dynamic"), eight, max_batch=4), slots="sl
 # <details><summary>Claims of published texts that were met here</summary>
 #
 # *Wrong as published:* linear layers do twice the work for 10 tokens beside 30. They compute 60
-# slots for 40 tokens, 1.5 times as many (R1 of [docs/sources.md](../docs/sources.md)). H7 and H8
-# hold.</details>
+# slots for 40 tokens, 1.5 times as many (R1 of [docs/sources.md](../docs/sources.md)).
+#
+# *Hold:* pad on the left, so that the next token comes from the last column (H7); a static batch
+# wastes every step of a finished row (H8).</details>
 #
 # **Next:** [03_chunks_and_fusion](03_chunks_and_fusion.ipynb) cuts the long prompts into pieces.

@@ -26,9 +26,10 @@ from scheduler import Scheduler
 gaps(results("gaps"));
 
 # %% [markdown]
-# With *dynamic*, all of them stand still until the whole prompt is computed. (Why is the peak at
-# step 9? Step 8 computes the four decodes first, then the prompt. So the four get the tokens of
-# step 8 in time, and those of step 9 late.)
+# With *dynamic*, all of them stand still until the whole prompt is computed. (The prompt arrives at
+# step 8, and the peak is at step 9. For step 8 makes two passes: first the four decodes, then the
+# prompt. The four have their tokens of step 8 before the long pass begins, and wait for it until
+# step 9.)
 #
 # But a prompt's cache can be filled in pieces, with the same result (notebook 1). So let a step
 # compute a limited number of tokens, the *token budget*.
@@ -57,22 +58,23 @@ source(Scheduler.schedule)
 # Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
 # step 0, and each wants many tokens.
 
-# %%
+# %% jupyter={"source_hidden": true}
 def plans(requests, **knobs):
     """What each step computes: ["A:3 B:2 C:3", ...], three tokens of A and so on."""
     passes = run("interleaved", requests, **knobs).passes
     return [" ".join(f"{name}:{n}" for name, _, n in p.work) for p in passes]
 
+# %%
 ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)", guess=...)
 
 # %%
-ask("3.2: The same with a budget of 4: in which step (0, 1, 2, ...) is the last token of C's "
+ask("3.2: The same with a budget of 3: in which step (0, 1, 2, ...) is the last token of C's "
     "prompt computed?", guess=...)
 
 # %%
 with folded():
-    for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=4)[:7]):
-        print(f"step {step}: {plan}")
+    for step, plan in enumerate(plans(letters(A=3, B=2, C=12, new=20), token_budget=3)[:14]):
+        print(f"step {step:2}: {plan}")
 
 # %% [markdown]
 # ### What if prompts go first?
@@ -82,8 +84,10 @@ with folded():
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
+
+# %%
 ask("3.3: Prompts before decodes, 5 tokens a step, and C's prompt has 30. Which of A, B and C get "
-    "wrong tokens? (letters, or none)", guess=...)
+    "wrong tokens? (letters, or 'none')", guess=...)
 
 # %%
 with folded(), broken("prompts before decodes"):
@@ -97,21 +101,26 @@ prompts_first.stage, decodes_first.stage = "prompts first", "decodes first"
 timelines([prompts_first], columns=1);
 
 # %% [markdown]
-# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back.
+# Prompts first: A and B wait until C's whole prompt is computed, and the stall is back. How long
+# does each wait at most for a token? (A request waits for its first token from its arrival on, and
+# for the others from the token before. A token that comes in step 0 is a wait of one step.)
 
-# %%
+# %% jupyter={"source_hidden": true}
 def waits(trace):
     """{name: the longest that it waits for a token, in steps}"""
     return {r.name: max(b - a for a, b in zip([r.arrival - 1, *r.token_steps], r.token_steps))
             for r in trace.requests}
 
-ask("3.4: Who pays for the long prompt now? Which of A, B and C wait longer for a token with "
-    "decodes first than with prompts first?", guess=...)
+print("prompts first, the longest wait in steps:", waits(prompts_first))
+
+# %%
+ask("3.4: And with decodes first, as our Scheduler does, with 5 tokens a step? (a list of three "
+    "numbers, for A, B and C)", guess=...)
 
 # %%
 with folded():
     for trace in prompts_first, decodes_first:
-        print(f"{trace.stage}: the longest wait for a token, in steps: {waits(trace)}")
+        print(f"{trace.stage}, the longest wait in steps: {waits(trace)}")
     timelines([decodes_first], columns=1)
 
 # %% [markdown]
@@ -225,7 +234,7 @@ with broken("pads written to the cache"):
 #
 # A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute?
 
-# %%
+# %% jupyter={"source_hidden": true}
 def pads(n, B):
     """Pad slots of the step in which a prompt of n arrives beside B - 1 decodes."""
     running = letters(**{f"r{i}": 4 for i in range(B - 1)})
@@ -233,6 +242,7 @@ def pads(n, B):
     fused = look("interleaved", running + newcomer, step=1, max_batch=B, token_budget=256)
     return fused.record.pad_slots
 
+# %%
 ask("3.6: 693 pads for n = 100 and B = 8. How many for n = 200 and B = 16?", guess=...)
 
 # %%
@@ -264,6 +274,10 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 #
 # *Wrong as published:* all new slots are marked valid (I8 of
 # [docs/sources.md](../docs/sources.md)); pads grow quadratically (H9; they are linear in n and in
-# B); the newest of 22 tokens is at position 22 (I1; at 21). H12 and I3 to I6 hold.</details>
+# B); the newest of 22 tokens is at position 22 (I1; at 21).
+#
+# *Hold:* a budget for each step, decodes first, then chunks (H12); a fused step is one call of the
+# model instead of two (I3); pads must be stripped when the cache is written (I4); never sample from
+# a partial prefill (I5); without decodes it is a plain prefill, and the reverse (I6).</details>
 #
 # **Next:** [04_no_rows](04_no_rows.ipynb).

@@ -29,14 +29,14 @@ source(Scheduler.admit)
 
 # %% [markdown]
 # Eight requests with prompts of 6 tokens may generate up to 26 tokens each. There is memory for the
-# keys and values of 128 tokens, and a budget of 64 tokens a step.
+# keys and values of 156 tokens, and a budget of 64 tokens a step.
 
 # %%
 ask("5.1: How many of the eight can run at the same time?", guess=...)
 
 # %%
 crowd = letters(A=6, B=6, C=6, D=6, E=6, F=6, G=6, H=6, new=26)
-storm = {"reserve": run("ragged, varlen", crowd, max_kv_tokens=128)}
+storm = {"reserve": run("ragged, varlen", crowd, max_kv_tokens=156)}
 with folded():
     timelines([storm["reserve"]], columns=1)
 
@@ -45,11 +45,11 @@ with folded():
 
 # %%
 for p in storm["reserve"].passes[:26:5]:
-    print(f"step {p.step:2}: {sum(first + n for _, first, n in p.work):3} of 128 tokens in use")
+    print(f"step {p.step:2}: {sum(first + n for _, first, n in p.work):3} of 156 tokens in use")
 
 # %% [markdown]
-# On average 54 of the 128 places stay empty, although every answer here is as long as it may be. If
-# answers end early, as most do, even more stay empty.
+# On average 63.5 of the 156 places stay empty, although every answer here is as long as it may be.
+# If answers end early, as most do, even more stay empty.
 #
 # ## Pages
 #
@@ -71,7 +71,7 @@ for p in storm["reserve"].passes[:26:5]:
 source(Paged.lay_out)
 
 # %%
-ask("5.2: B's block table is [3, 0, 5], 4 tokens to a page. Which slot of the pool is position 10?",
+ask("5.2: B's block table is [5, 3, 6], 4 tokens to a page. Which slot of the pool is position 10?",
     guess=...)
 
 # %% [markdown]
@@ -107,15 +107,16 @@ with broken("pages read in one piece"):
 source(PagedScheduler.admit)
 source(PagedScheduler.make_room)
 source(PagedScheduler.preempt)
-storm["pages"] = run("paged", crowd, pages=16, page_size=8)
+storm["pages"] = run("paged", crowd, pages=39, page_size=4)
 timelines([storm["pages"]], columns=1);
 
 # %% [markdown]
-# Pink tokens are computed again (their last one is new: a thin green edge). The pool has 16 pages
-# of 8 tokens, and all eight begin at once. At step 11 each has 17 tokens, and its two pages hold
-# 16: F, G and H are preempted, so that the others get a third, and E follows at step 19. They
-# return when pages are free; *computed again* is what it costs. TTFT, the time to the first token,
-# is counted in steps here; a token of step 0 takes one step.
+# Pink tokens are computed again (their last one is new: a thin green edge). The pool has 39 pages
+# of 4 tokens, so the same 156 places, and all eight begin at once. At step 11 each of them needs a
+# fifth page, for its 17th token. That makes 40, so H is preempted. At step 15 the other seven need
+# a sixth page each, so G is preempted; at step 19 it is F, and at step 23 E. They return when pages
+# are free; *computed again* is what it costs. TTFT, the time to the first token, is counted in
+# steps here; a token of step 0 takes one step.
 
 # %%
 print("                preemptions  steps  mean TTFT (steps)  computed again")
@@ -126,16 +127,17 @@ for name, trace in storm.items():
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
 # %% [markdown]
-# Which request is preempted? The one that arrived last. Any fixed order would do: the first request
-# in it is never preempted, and so it finishes; then the next one is the first. (One larger than the
-# pool is refused.) Victims at random could take pages from each other forever.
+# Which request is preempted? The last in the order of arrival. What matters is that the order stays
+# the same from step to step. Then the first request in it is never preempted, so it finishes, and
+# the next one is the first. (One larger than the pool is refused.) Victims at random could take
+# pages from each other forever.
 #
-# **Turn this knob.** In the run above, give the pool 12 pages, and then 24. Predict first: how many
-# preemptions are there, and does it still take fewer steps than reserving 128 tokens (52)?
+# **Turn this knob.** In the run above, give the pool 20 pages, and then 52. Predict first: how many
+# preemptions are there, and does it still take fewer steps than reserving 156 tokens (52)?
 # <details><summary>Answer</summary>
 #
-# With 12 pages there are 6 preemptions, and it takes 62 steps: more than reserving takes with 16
-# pages' memory. With 24 there are 2, and 33 steps. Pages gain from what others do not need; with
+# With 20 pages there are 9 preemptions, and it takes 63 steps: more than reserving takes with 39
+# pages' memory. With 52 there are 2, and 33 steps. Pages gain from what others do not need; with
 # too little memory they recompute more than they gain.</details>
 #
 # ## Prefix caching
@@ -148,12 +150,13 @@ for name, trace in storm.items():
 # Only *full* pages are shared, and the last token of a prompt is always computed, because its
 # logits are needed. All sixteen arrive at step 0, and a step computes at most 64 tokens.
 
-# %%
+# %% jupyter={"source_hidden": true}
 def served(stage):
     """Sixteen requests with 120 tokens in common, and 24 of their own."""
     return run(stage, alike(model.config.vocab_size, requests=16, prefix=120, tail=24, new=16),
                max_batch=16, token_budget=64, pages=160)
 
+# %%
 ask("5.3: Pages of 16 tokens. How many tokens of its prompt (120 + 24) does the last of the "
     "sixteen requests compute?", guess=...)
 
@@ -212,7 +215,7 @@ with broken("pages known by their own tokens"):
 # [0, 1, 3]: `ref_count` says how many tables each page is in. All four pages are full, and can be
 # found. Then A finishes.
 
-# %%
+# %% jupyter={"source_hidden": true}
 six, A, B = PrefixPool(6, 4), [], []   # six pages of 4 tokens
 six.allocate(A, 3)
 six.share(B, A[:2])
@@ -221,6 +224,8 @@ for page in range(4):
     six.cache(page, f"hash of page {page}")
 print("A:", A, " B:", B, " ref_count:", six.ref_count, " free queue:", [*six.free_queue])
 six.free(A)
+
+# %%
 ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
@@ -283,7 +288,7 @@ pool(filling_pool(model));
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
-# Full pages of a prompt are reused: I7 of [docs/sources.md](../docs/sources.md) holds. We cache
-# pages of generated tokens, too.</details>
+# *Holds:* full pages of a prompt are reused by later requests that begin alike (I7 of
+# [docs/sources.md](../docs/sources.md)). We cache pages of generated tokens, too.</details>
 #
 # **Next:** [06_cost](06_cost.ipynb) turns the counts into time.

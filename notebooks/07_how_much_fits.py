@@ -41,7 +41,7 @@ ask("7.1: How many KiB (of 1,024 bytes) does a token of Llama 3.1 8B cost?", gue
 #
 # An A100 has 40 or 80 GiB (of 2³⁰ bytes); data sheets call them GB.
 
-# %%
+# %% jupyter={"source_hidden": true}
 cases = {f"{memory} GiB, {name}": (memory * GiB, *shape)
          for memory in (40, 80) for name, shape in MODELS.items()}
 left = [0.9 * memory - 2 * parameters - 0.5e9 for memory, parameters, *_ in cases.values()]
@@ -140,6 +140,8 @@ source(RowParallel)
 if not dist.is_initialized():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 half = shard(deepcopy(model))
+
+# %%
 ask("7.5: Our model has 4 layers. How many all-reduces does a forward pass make on 2 ranks, "
     "for 10 tokens of 1 request and for 5,120 tokens of 50 requests? (two numbers: [.., ..])",
     guess=...)
@@ -166,6 +168,6 @@ with folded():
 # <details><summary>Claims of published texts that were met here</summary>
 #
 # *Wrong as published:* 16 all-reduces in a block (R5 of [docs/sources.md](../docs/sources.md)).
-# There are two. H5 holds.</details>
+# There are two. *Holds:* the size of a token's cache (H5).</details>
 #
 # **Next:** in [08_your_engine](08_your_engine.ipynb) you build an engine.

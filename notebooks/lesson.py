@@ -1,7 +1,7 @@
 """
 What the notebooks share.
 
-    ask("1.2: How many ...?", guess=...)       judges a guess by questions.toml
+    ask("1.2: How many ...?", guess=...)       judges a guess by questions.toml (answers.py)
     with folded(): ...                         hides its output behind a line to click
     with broken("published mask"): ...         inserts a known bug, and removes it again
     run, run_all, look, check                  run a stage: its trace, what tokens see, is it right?
@@ -10,16 +10,12 @@ What the notebooks share.
 Prompts are words where text helps, and letters where only lengths matter: `letters(A=4, B=2)` are
 two requests with prompts of 4 and 2 arbitrary tokens. A stage is a name, or a function of your own.
 """
-import ast
-import builtins
 import inspect
 import io
-import math
-import re
 import sys
 import textwrap
 from argparse import Namespace
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -30,7 +26,7 @@ import torch
 from IPython import get_ipython
 from IPython.core.pylabtools import print_figure
 from IPython.display import display
-from answers import QUESTIONS, Unreadable, readings
+from answers import QUESTIONS, ask  # noqa: F401
 from matplotlib_inline.config import InlineBackend
 
 from lab.checks.check import Check, summary
@@ -59,10 +55,11 @@ pyplot()   # gives all figures the repository's style
 
 
 def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
-    """A cell that was run before the cells above it says so."""
+    """A cell that was run before the cells above it says so; so does a name without quotes."""
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
-    print(f"Is {error.name!r} defined in a cell above? Run that one first, or all of them: "
-          "Run > Run All Above Selected Cell.")
+    print('Letters, and "none", need quotes: guess="X Y".' if {*error.name} <= {*"ABCDEFGH"}
+          or error.name == "none" else f"Is {error.name!r} defined in a cell above? Run that one "
+          "first, or all of them: Run > Run All Above Selected Cell.")
 
 
 # --- to show -------------------------------------------------------------------------------------
@@ -190,101 +187,6 @@ def check(stage, requests, **knobs):
     print(f"{name}: {first.split(', max')[0]}", *wrong, sep="\n  ")
 
 
-# --- to predict ----------------------------------------------------------------------------------
-
-GUESSES = {}   # number of a question -> the wrong guesses so far
-
-
-def ask(question, guess=...):
-    """Prints a question. Judges a guess: two misses get a hint each, the third the answer."""
-    if isinstance(guess, tuple) and callable(guess[0]):   # to compute, and how it was typed
-        compute, guess = guess
-        with suppress(Exception):   # then it is no calculation
-            guess = compute()
-    print(f"Question {question}")
-    number = question.partition(":")[0]
-    print("Replace ... by your answer, then run the cell." if guess is ... else
-          reply(QUESTIONS[number], guess, GUESSES.setdefault(number, set())))
-
-
-def reply(it, guess, missed):
-    """What to say of a guess. missed: the wrong ones before it, to which it is added."""
-    try:
-        said = readings(guess, it)
-    except Unreadable as error:
-        return f"{error} That was no attempt."
-    if any(same(each, right, it) for each in said for right in [it["answer"], *it.get("also", [])]):
-        return f"Right. {it['why']}"
-    missed.add(str([sorted(each) if isinstance(each, set) else each for each in said]))
-    heard = str(guess).rstrip(". ")
-    known = [why for wrong, why in it["wrong"] for each in said if same(each, wrong, it)]
-    known += [each for each in said if isinstance(each, str)]   # another unit
-    known += ["That is no whole number. Is it rounded up, or down?" for each in said if isinstance(
-        each, float) and each % 1 and it["answer"] in (math.floor(each), math.ceil(each))
-        and it.get("unit", "").startswith(("row", "request"))]
-    if len(missed) < 3:
-        hint = it["hints"][len(missed) - 1]
-        said = " ".join(known[:1] + [hint] * (len(missed) == 2 or not known))
-        return f"You say {heard}. {said} Try again."
-    answer = {"True": "yes", "False": "no", "": "none"}.get(str(it["answer"]), it["answer"])
-    return f"You say {heard}. {' '.join(known[:1]) or 'No.'} The answer is {answer}. {it['why']}"
-
-
-def same(said, value, it):
-    """Whether a reading is a value of questions.toml, right or wrong: one tolerance for both."""
-    if isinstance(said, set):
-        names = value.lower().split(", ") if isinstance(value, str) else map(str, value)
-        return said == {*names} - {""}
-    if isinstance(said, float):
-        return math.isclose(said, value, rel_tol=it.get("within", 1e-9))
-    return said == value
-
-
-def as_typed(lines):
-    """An answer needs no quotes: guess=A and C), guess=70x70). What can be read becomes text."""
-    found = re.search(r"(?s)^(.*\bask\(\s*\"(\d\.\d): .*\bguess\s*=\s*)(.*?)"
-                      r"(\)\s*;?\s*(?:#[^\n]*)?\s*)$", "".join(lines))
-    if not found or found[3].strip() == "..." or found[2] not in QUESTIONS:
-        return lines
-    with suppress(SyntaxError):
-        expression = ast.parse(f"({found[3]}\n)", mode="eval").body
-        if calculates(expression, found[3], QUESTIONS[found[2]]):
-            return f"{found[1]}(lambda: ({found[3]}), {found[3].strip()!r}){found[4]}".splitlines(
-                keepends=True)
-    return f"{found[1]}{found[3].strip()!r}{found[4]}".splitlines(keepends=True)
-
-
-def calculates(expression, text, it):
-    """Whether Python should compute an answer: it calls what is known, or is no readable text."""
-    parts = [*ast.walk(expression)]
-    kinds = {type(part) for part in parts}
-    known = {**vars(builtins), **get_ipython().user_ns}
-    known |= {part.id: None for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)}
-    called = [part.func for part in parts if isinstance(part, ast.Call)]
-    if kinds & {ast.BoolOp, ast.Not}:   # Python's `or` keeps one of two
-        return False
-    if any(part.id not in known for part in parts if isinstance(part, ast.Name)):
-        return False
-    if not all(isinstance(each, ast.Attribute) or isinstance(each, ast.Name)
-               and callable(known[each.id]) for each in called):   # 4 (rows)
-        return False
-    if kinds & {ast.Call, ast.Subscript, ast.Mod}:
-        return True
-    try:
-        readings(text, it)
-        return False
-    except Unreadable:
-        return bool(kinds & {ast.Name, ast.List, ast.Tuple, ast.Set, ast.Dict}) or any(
-            isinstance(getattr(part, "value", None), str) for part in parts)
-
-
-def listen(shell):
-    """Answers may be typed without quotes, and an undefined name is explained."""
-    shell.user_ns.setdefault("math", math)   # math.ceil(30 / 9)
-    shell.set_custom_exc((NameError,), not_yet_defined)
-    shell.input_transformers_cleanup.append(as_typed)
-
-
 if shell := get_ipython():
-    listen(shell)
+    shell.set_custom_exc((NameError,), not_yet_defined)
     InlineBackend.instance().print_figure_kwargs = FIGURES

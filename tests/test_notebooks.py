@@ -1,18 +1,19 @@
 """
 Every notebook runs from scratch, prints what is committed, and proves the answers of its questions.
-It is committed executed, small, and without a trace of the machine it ran on. A guess is judged as
-a person would, an exercise accepts our code and knows the usual mistakes.
+It is committed executed, small, and without a trace of the machine it ran on. A guess is a value of
+Python, and known misses are named; an exercise accepts our code and knows the usual mistakes.
 """
 import linecache
+import math
 import os
 import re
 import subprocess
 import sys
-import tomllib
 from unittest.mock import Mock, patch
 
-import capstone
+import numpy as np
 import pytest
+import torch
 from common import ROOT
 
 from lab.checks.edits import edited
@@ -32,7 +33,9 @@ NAMES = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
 MACHINES = ("/home/", "/Users/", "/root/", "/tmp/", str(ROOT))
 
 sys.path.insert(0, str(FOLDER))
+import answers  # noqa: E402
 import build  # noqa: E402
+import capstone  # noqa: E402
 import exercises  # noqa: E402
 import lesson  # noqa: E402
 
@@ -67,7 +70,7 @@ def with_proofs(name):
     in.
     """
     cells = [nbformat.v4.new_code_cell(
-        f"import sys\nsys.path += [{str(ROOT / 'tests')!r}]\nfrom proofs import *")]
+        f"import sys\nsys.path += [{str(ROOT / 'tests')!r}]\nimport answers\nfrom proofs import *")]
     for cell in code(read(name)[1]):
         handed_in = re.search(r"^judge\((\d)", cell.source, re.MULTILINE)
         source = "\n\n".join([
@@ -80,7 +83,7 @@ def with_proofs(name):
         if found := NUMBER.search(cell.source):
             it = ASKED[found[1]]
             cells.append(nbformat.v4.new_code_cell(
-                f"proved = {it['proof']}\nsaid = lesson.reply(lesson.QUESTIONS[{found[1]!r}], "
+                f"proved = {it['proof']}\nsaid = answers.reply(answers.QUESTIONS[{found[1]!r}], "
                 "proved, set())\nassert said.startswith('Right.'), (proved, said)"))
     if name in KNOBS:
         knob, figures = KNOBS[name]
@@ -129,8 +132,8 @@ def test_it_is_built_from_its_source_knows_no_machine_and_leads_to_files(name):
     first, cells = read(name)
     home = re.search(r"https://github\.com/([^\"]+)", first[-1].source)
     expected = build.front(name, home and home[1]) + SOURCES[name]
-    assert [(cell.cell_type, cell.source) for cell in first + cells] == \
-        [(cell.cell_type, cell.source) for cell in expected]
+    assert [(cell.cell_type, cell.source, cell.metadata) for cell in first + cells] == \
+        [(cell.cell_type, cell.source, cell.metadata) for cell in expected]   # folded, too
     for cell in code(cells):
         assert cell.execution_count, f"was not run: {cell.source}"
         assert not [output for output in cell.outputs if output.output_type == "error"
@@ -161,14 +164,14 @@ def test_its_first_cell_finds_the_repository_wherever_the_kernel_starts(tmp_path
 def test_a_reader_who_misspells_a_stage_or_skips_a_cell_reads_what_to_do(capsys):
     with pytest.raises(ValueError, match="'interleavd'.*'interleaved'"):
         lesson.run("interleavd", [])
-    lesson.not_yet_defined(Mock(), NameError, NameError(name="four"), None)
-    assert "Is 'four' defined in a cell above?" in capsys.readouterr().out
+    for name, said in ("four", "Is 'four' defined in a cell above?"), ("AC", "need quotes"):
+        lesson.not_yet_defined(Mock(), NameError, NameError(name=name), None)
+        assert said in capsys.readouterr().out
 
 
 # --- questions ------------------------------------------------------------------------------------
 
-FORMS = tomllib.loads((ROOT / "tests" / "forms.toml").read_text(encoding="utf-8"))
-NOTHING = "who knows", "", "(((", "9**9**9", "nan", "import os", lesson, b"x"
+UNREADABLE = "", ", ", (), None, "who knows", "13", {}, max, lesson, math.nan, math.inf, True, 1j
 
 
 def test_the_notebooks_ask_all_questions_in_order_and_give_no_answer_away():
@@ -180,7 +183,7 @@ def test_the_notebooks_ask_all_questions_in_order_and_give_no_answer_away():
         for cell in code(cells):
             if found := NUMBER.search(cell.source):
                 asked.append(found[1])
-                assert "guess=...)" in cell.source
+                assert "guess=...)" in cell.source and "def " not in cell.source
                 assert text_of(cell).endswith("Replace ... by your answer, then run the cell.\n")
             if "folded()" in cell.source or "@exercise" in cell.source:   # closed, and last
                 *said, output = cell.outputs
@@ -189,45 +192,65 @@ def test_the_notebooks_ask_all_questions_in_order_and_give_no_answer_away():
     assert asked == [*ASKED]
 
 
+def replies(it, *guesses):
+    missed = set()
+    return [answers.reply(it, guess, missed) for guess in guesses]
+
+
+def misses(it):
+    return [(wrong, sentence) for *wrongs, sentence in it["wrong"] for wrong in wrongs]
+
+
+def test_two_misses_get_a_hint_each_and_the_third_gets_the_answer():
+    it = ASKED["2.3"]
+    first, second = it["hints"]
+    assert replies(it, 98, 98.0, 97, 98, 96, 13) == [
+        f"{first} Try again."] * 2 + [f"{second} Try again."] * 2 + [
+        f"No. The answer is 13. {it['why']}", f"Right. {it['why']}"]
+
+
 @pytest.mark.parametrize("number", ASKED)
-def test_the_reader_of_answers_knows_what_people_write_and_two_hints_come_before_the_answer(number):
-    it, forms = ASKED[number], FORMS.get(number, {})
-    for guess in it["answer"] if it["answer"] != "" else [], *forms.get("right", ()):
-        assert lesson.reply(it, guess, set()) == f"Right. {it['why']}", guess
-    for guess in forms.get("wrong", ()):
-        said = lesson.reply(it, guess, missed := set())
-        assert said.startswith(f"You say {guess}. ") and said.endswith(" Try again."), guess
-        assert lesson.reply(it, guess, missed) == said   # the same miss is no second one
-    for value, sentence in it["wrong"]:
-        shown, missed = value if value != "" else "none", {"another"}
-        assert lesson.reply(it, shown, set()) == f"You say {shown}. {sentence} Try again."
-        assert f" {it['hints'][1]} Try again." in lesson.reply(it, shown, missed)
-        assert lesson.reply(it, shown, missed | {"a third"}).endswith(it["why"])
-    for guess in *forms.get("unreadable", ()), *NOTHING:
-        assert lesson.reply(it, guess, missed := set()).endswith("That was no attempt."), guess
-        assert not missed
-    assert len(it["wrong"]) >= 2 or it["answer"] in (True, False)
+def test_a_known_miss_is_named_unrounded_and_in_thousands_too(number):
+    it = ASKED[number]
+    assert replies(it, it["answer"]) == [f"Right. {it['why']}"]
+    assert len({str(answers.value_of(wrong, it)) for wrong, _ in misses(it)}) >= 4
+    for wrong, sentence in misses(it):
+        others = [each for each, _ in misses(it) if each != wrong][:2]
+        assert replies(it, wrong, wrong) == [f"{sentence} Try again."] * 2   # the same: one miss
+        said = replies(it, *others, wrong)[2]
+        assert said.startswith(f"{sentence} The answer is ") and said.endswith(it["why"])
+        if isinstance(wrong, (int, float)):
+            assert replies(it, 1.0004 * wrong) == [f"{sentence} Try again."]
+            for each in 1e3 * wrong, wrong / 1e3:   # it may be another miss as well
+                assert replies(it, each)[0].removesuffix(" Try again.") in dict(misses(it)).values()
 
 
-def test_an_answer_needs_no_quotes_and_never_ends_in_a_traceback():
-    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
-    lesson.listen(shell)
-    shell.user_ns.update(ask=lesson.ask, one=5)
-    try:
-        for number, guess, said in (
-                ("2.4", "D and F", "Right"), ("2.4", "F", "You say F"), ("2.4", "X", "cannot read"),
-                ("2.4", "D or F)  # (", "cannot"), ("2.4", "'D' + 'F'", "Right"),
-                ("2.4", "[*'FD']", "Right"), ("5.2", "22 or 20", "cannot"), ("5.2", "one", "You"),
-                ("5.2", "9**9**9", "cannot"), ("5.2", "22, not 20", "Right"),
-                ("4.1", "math.ceil(30 / 9)", "Right"), ("4.1", "30 / 9", "Is it rounded up, or"),
-                ("7.5", "[2] or [8, 8]", "cannot"), ("7.5", "[4 * 2] * 2", "Right"),
-                ("3.6", "(200 - 1)(16 - 1)", "Right"), ("2.3", "8 and 5", "cannot"),
-                ("3.1", "one or two", "cannot"), ("1.4", "68.7 GiB", "That is 73.8 GB.")):
-            with capture_output() as seen:
-                shell.run_cell(f'one = 1\nask("{number}: The same "\n    "bug?", guess={guess})')
-            assert said in seen.stdout, seen.stdout
-    finally:
-        InteractiveShell.clear_instance()
+@pytest.mark.parametrize("number", ASKED)
+def test_what_cannot_be_read_costs_no_attempt_and_the_form_wanted_is_no_hint(number):
+    it = ASKED[number]
+    for guess in *UNREADABLE, *(["A", [13, 14]] if isinstance(it["answer"], (int, float)) else
+                                ["X", [1, "3"], [[1]], *[[1]] * it.get("ordered", False)]):
+        assert re.fullmatch("Write .*, such as .* That was no attempt.", *replies(it, guess)), guess
+    example = eval(re.search(r'such as ("X Y"|\[[^]]*]|99)', answers.form(it))[1])
+    assert example not in (it["answer"], *(wrong for wrong, _ in misses(it)))
+
+
+@pytest.mark.parametrize("number, guess, said", [
+    ("2.4", "D, F", "Right."), ("2.4", "fd", "Right."), ("2.4", ["D", "F"], "Right."),
+    ("3.3", "none", "Right."), ("1.3", [], "Right."), ("1.3", "none", "Right."),
+    ("1.1", [6, 5, 4, 3, 3], "Right."), ("1.1", range(3, 7), "Right."), ("5.4", 2, "Right."),
+    ("2.3", torch.tensor(13), "Right."), ("2.3", np.float32(13), "Right."),
+    ("7.5", torch.tensor([8, 8]), "Right."), ("1.4", 69, "Right."), ("6.2", 17, "Right."),
+    ("1.4", 64, "Right in GiB, but the question asks for GB."), ("1.4", 2**36, "Right in bytes"),
+    ("7.1", 131, "Right in KB"), ("7.1", 0.125, "Right in MiB"), ("7.2", 47, "Right in thousands"),
+    ("1.4", 34, "That is one of the two"), ("1.4", 32, "That is one of the two"),   # of GiB
+    ("6.2", 524, "That is one request"), ("7.3", 11.7687, "That rounds up, or not at all"),
+])
+def test_a_guess_is_a_value_of_python_in_any_unit(number, guess, said):
+    reply = answers.reply(ASKED[number], guess, missed := set())
+    assert reply.startswith(said)
+    assert reply.endswith("That was no attempt.") == said.startswith("Right in")
+    assert bool(missed) == said.startswith("That")
 
 
 @pytest.mark.parametrize("name", KNOBS)
