@@ -109,7 +109,8 @@ def add_knobs(parser, generate=None, defaults={}):
 
 def add_place(group):
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
-                       metavar="NAME", help="cpu, cuda, mps, or what there is")
+                       metavar="NAME",
+                       help="cpu, cuda, mps; auto: a GPU if there is one, unless the model is small")
     group.add_argument("--dtype", choices=DTYPES, default="float32", metavar="TYPE",
                        help="float64, float32, bfloat16, float16")
 
@@ -125,13 +126,18 @@ def add_optimize(group):
                             "CPU in float32 (docs/kernels.md)")
 
 
-def device_of(args):
-    """The torch device for --device and --dtype. ValueError if there is none."""
+def device_of(args, small=False):
+    """
+    The torch device for --device and --dtype. ValueError if there is none.
+
+    small: whether the model is, which "auto" leaves on the CPU (lab/loading/load.py)
+    """
     there = {"cuda": torch.cuda.is_available(), "cpu": True, "mps":
              torch.backends.mps.is_available() and args.dtype != "float64"}
     device = args.device
     if device == "auto":
-        device = next(name for name in ("cuda", "mps", "cpu") if there[name])
+        device = next(name for name in ("cuda", "mps", "cpu") if there[name] and not small or
+                      name == "cpu")
     if not there[device]:
         raise ValueError(f"--device {device}: there is none that computes in {args.dtype}; "
                          "use cpu or auto")

@@ -12,7 +12,7 @@ import torch
 
 from lab import flags
 from lab.checks.check import Check, summary
-from lab.loading.load import load, set_threads
+from lab.loading.load import is_small, load, set_threads
 from lab.loading.stages import SCRIPTS
 from lab.loading.workload import KEYS, builtin_prompts, make_requests, read_prompts
 from lab.views import plots
@@ -124,7 +124,7 @@ def load_inputs(args):
     """
     (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
     """
-    device = flags.device_of(args)
+    flags.device_of(args)
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     flags.check_path(args.page, "--page", (".html",))
     flags.check_path(args.trace, "--trace")
@@ -137,9 +137,9 @@ def load_inputs(args):
         prompts, tokenizer, args.arrival_rate, args.chat, model.config,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
         top_p=args.top_p, seed=args.seed)
-    model.to(device)
+    model.to(flags.device_of(args, is_small(model)))
     set_threads(model, args.threads)
-    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
 
 
