@@ -110,7 +110,7 @@ def add_knobs(parser, generate=None, defaults={}):
 def add_place(group):
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
                        metavar="NAME",
-                       help="cpu, cuda, mps; auto: a GPU if there is one, unless the model is small")
+                       help="cpu, cuda, mps; auto: a GPU if there is one and the model not small")
     group.add_argument("--dtype", choices=DTYPES, default="float32", metavar="TYPE",
                        help="float64, float32, bfloat16, float16")
 
