@@ -100,7 +100,7 @@ def test_sizes_and_workloads_are_counted():
     readme, vllm = ((ROOT / page).read_text(encoding="utf-8")
                     for page in ("README.md", "docs/vllm.md"))
     assert f"{len(path)} files, {sum(lines.values()):,} lines" in readme
-    assert readme.count(f"| {sum(lines.values()):,} |") == 1
+    assert readme.count(f"| {sum(lines.values()):,} |") == 1 and readme.count("\n") <= 75
     last = sum(lines[name] for name in ("scheduler.py", "paging.py", "generate_prefix.py"))
     assert f"{round(last, -2)} lines" in readme and f"{round(last, -2)} lines" in vllm
     for page in readme, vllm, scheduler.__doc__, generate_prefix.__doc__:
