@@ -21,8 +21,8 @@ from toolbox.validate import one_line
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "token_budget": "the most tokens computed in a step (default: 64)",
-           "max_kv_tokens": "cache entries for all running requests (default: any)",
-           "pages": "pages in the pool (default: enough for all that run)",
+           "max_kv_tokens": "cache entries for all running requests (default: no limit)",
+           "pages": "pages in the pool (default: enough for all that run at once)",
            "page_size": "tokens per page (default: 16)"}
 ROOM = 4   # a script's memory, unless a flag says otherwise: so many whole contexts
 LIMITS = {"max_batch": 12, "token_budget": 64, "page_size": 16}   # and its other limits
@@ -117,13 +117,13 @@ def add_place(group):
 
 def add_threads(group):
     group.add_argument("--threads", type=threads, metavar="N",
-                       help="on a CPU (default: 1 for a small model, else torch's)")
+                       help="CPU threads (default: 1 for a small model, else torch's)")
 
 
 def add_optimize(group):
     group.add_argument("--optimize", action="store_true",
-                       help="compute what the unedited model computes in compiled code, on a "
-                            "CPU in float32 (docs/kernels.md)")
+                       help="run the unedited model's computation as compiled code, on a CPU in "
+                            "float32 (docs/kernels.md)")
 
 
 def device_of(args, small=False):

@@ -154,7 +154,7 @@ def parser(doc, generate=None):
     what.add_argument("--prompt", action="append", metavar="TEXT",
                       help="a prompt; may be repeated (default: 12 built-in ones)")
     what.add_argument("--prompts", metavar="FILE",
-                      help=".txt: prompts with blank lines between them; .jsonl: a line for each, "
+                      help=".txt: prompts with blank lines between them; .jsonl: one per line, "
                            f"with {', '.join(KEYS)}")
     what.add_argument("--max_new_tokens", type=int, default=128, metavar="N",
                       help="the most tokens to generate for a prompt")
@@ -168,9 +168,9 @@ def parser(doc, generate=None):
     what.add_argument("--top_k", type=int, metavar="K",
                       help="sample from the K most likely tokens (default: all)")
     what.add_argument("--top_p", type=float, default=1.0, metavar="P",
-                      help="and from the top P of probability")
+                      help="sample from the top P of probability")
     what.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="the first request's; each next one adds 1")
+                      help="the first request's; each further one adds 1")
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests that arrive per step (default: all at step 0)")
 
