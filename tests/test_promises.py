@@ -1,13 +1,15 @@
 """What docstrings promise and no run shows: memory that is held, places that are looked at."""
+from string import ascii_lowercase
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import BLOCK_SIZE, queue, toy
+from common import BLOCK_SIZE, queue, run, toy
 from torch import nn
 
 import generate_unbatched
 from beyond import hybrid
+from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.hybrid import Hybrid, HybridScheduler
 from beyond.rollout import RolloutScheduler
 from beyond.sessions import Session, SessionScheduler
@@ -38,6 +40,18 @@ def test_a_guess_is_looked_up_in_the_requests_own_tokens():
     assert drafts == {a: [9], b: []}
     a.computed = 0   # a prompt, no decode
     assert draft([(a, 5)], scheduler, {}, 9) == {a: []}
+
+
+@pytest.mark.parametrize("most, budget, new, pages, numbers", [   # each is the limit once
+    (2, 64, 9, 9, [2, 2]), (9, 2 + 7, 9, 9, [5, 2]), (9, 64, 3, 9, [2, 2]), (9, 64, 9, 2, [2, 2])])
+def test_guesses_fit_into_budget_answer_and_pages(most, budget, new, pages, numbers):
+    """Five tokens can be guessed. The last token of an answer is never computed."""
+    requests = prepare([Request([1, 2, 3, 4, 5, 1], new) for _ in "AB"], toy().config)
+    for request in requests:
+        request.computed, request.block_table = 5, [0] * pages
+    scheduler = SimpleNamespace(token_budget=budget, pool=SimpleNamespace(page_size=4))
+    drafts = draft([(request, 1) for request in requests], scheduler, {}, most)
+    assert [len(drafts[request]) for request in requests] == numbers
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -118,6 +132,28 @@ def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it():
     scheduler.update(scheduler.schedule(0), [])
     scheduler.undo(scheduler.schedule(1))
     assert scheduler.schedule(2) == [(request, 3)]   # four tokens are found
+
+
+# --- fairness: which request is next --------------------------------------------------------------
+
+@pytest.mark.parametrize("scheduler, requests, first", [
+    # the client's number, although the context ends both answers at the same length
+    (SCHEDULERS["sjf"](1, 64, 9, 8), {"A": (3, 99), "B": (4, 97)}, "B4"),
+    (SCHEDULERS["sjf"](99, 36, 99, 8), {"L": (20, 1), **dict.fromkeys(ascii_lowercase, ([1], 1))},
+     " ".join(f"{name}1" for name in ascii_lowercase[:16]) + " L20"),   # by default, 16
+    (FairScheduler(3, 64, 9, 8, "sjf", 1), {"L": (20, 1), "a": (1, 1), "b": (1, 1)}, "a1 L20 b1")])
+def test_the_shortest_is_next_but_for_what_is_due_also_within_a_step(scheduler, requests, first):
+    assert run(scheduler, requests)[0] == first
+
+
+def test_what_was_preempted_as_often_as_the_bound_is_due():
+    scheduler, due = FairScheduler(1, 64, 9, 2, "sjf", bound=2), []
+    request, = queue(scheduler, [Request([1], 3)])
+    for step in range(2):
+        scheduler.schedule(step)
+        scheduler.preempt(request)
+        due.append(scheduler.is_due(request))
+    assert due == [False, True]
 
 
 # --- sessions: which holds end, and what is held --------------------------------------------------
