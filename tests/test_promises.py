@@ -7,8 +7,9 @@ import torch
 from common import BLOCK_SIZE, queue, run, toy
 from torch import nn
 
+import generate_prefix
 import generate_unbatched
-from beyond import hybrid
+from beyond import hybrid, rollout, sessions, speculative
 from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.hybrid import Hybrid, HybridScheduler
 from beyond.rollout import RolloutScheduler
@@ -20,7 +21,7 @@ from generate_naive import cache_for
 from generate_prefix import PrefixScheduler
 from generate_unbatched import Alone
 from lab.compiled import optimize
-from paging import PagePool
+from paging import PagedScheduler, PagePool
 from request import Request, prepare
 
 
@@ -50,8 +51,22 @@ def test_guesses_fit_into_budget_answer_and_pages(most, budget, new, pages, numb
     for request in requests:
         request.computed, request.block_table = 5, [0] * pages
     scheduler = SimpleNamespace(token_budget=budget, pool=SimpleNamespace(page_size=4))
-    drafts = draft([(request, 1) for request in requests], scheduler, {}, most)
+    drafts = draft([(request, 1) for request in requests], scheduler, lookups := {}, most)
     assert [len(drafts[request]) for request in requests] == numbers
+    assert [*lookups] == requests   # they are kept
+
+
+@pytest.mark.parametrize("generate", [
+    lambda model, requests, **knobs: speculative.generate(model, requests, guesses=0, **knobs),
+    lambda model, requests, **knobs: sessions.generate(model, map(Session, requests), **knobs),
+    lambda model, requests, **knobs: rollout.generate([model], [], requests, **knobs)])
+def test_without_what_is_new_a_run_is_that_of_prefix_with_the_same_knobs(generate):
+    runs = []
+    for run_them in generate_prefix.generate, generate:
+        trace = run_them(toy(n_layer=1), [Request([1] * n, 6) for n in (5, 4, 3, 2)],
+                         max_batch=3, token_budget=6, pages=7, page_size=2)
+        runs.append(([(p.step, p.work) for p in trace.passes], trace.counts))
+    assert runs[0] == runs[1] and trace.counts["preemptions"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -134,6 +149,25 @@ def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it():
     assert scheduler.schedule(2) == [(request, 3)]   # four tokens are found
 
 
+def test_a_failed_pass_sends_all_back_in_their_order():
+    """B has found the page that A would have filled."""
+    scheduler = PrefixScheduler(2, 64, 6, 2)
+    a, b = queue(scheduler, [Request([1] * 3, 1), Request([1] * 3, 1)])
+    for step in range(2):
+        assert scheduler.schedule(step) == [(a, 3), (b, 1)]
+        scheduler.undo([(a, 3), (b, 1)])
+        assert [*scheduler.waiting] == [a, b] and not scheduler.running
+
+
+@pytest.mark.parametrize("kind", [PagedScheduler, PrefixScheduler])
+@pytest.mark.parametrize("pages, new, b_too", [(3, 1, False), (4, 3, True)])
+def test_a_request_needs_room_for_the_tokens_that_it_has(kind, pages, new, b_too):
+    """A holds a page. B needs three; this step would need one, the longest answer four."""
+    scheduler = kind(2, 4, pages, 2)
+    a, b = queue(scheduler, [Request([1] * 2, 1), Request([2] * 6, new)])
+    assert scheduler.schedule(0) == [(a, 2), (b, 2)][:1 + b_too]
+
+
 # --- fairness: which request is next --------------------------------------------------------------
 
 @pytest.mark.parametrize("scheduler, requests, first", [
@@ -161,9 +195,9 @@ def test_what_was_preempted_as_often_as_the_bound_is_due():
 NEXT = 9, [1], 1   # a turn
 
 
-def holding(*then):
+def holding(*then, keep=9):
     """Two sessions whose first turn has ended: A's, then B's, of 5 tokens each."""
-    scheduler = SessionScheduler(2, 64, 8, 2, keep=9)
+    scheduler = SessionScheduler(2, 64, 8, 2, keep)
     turns = queue(scheduler, [Request([1] * 5, 1, name="A"), Request([2] * 5, 1, name="B")])
     for turn in turns:
         Session(turn, [*then])
@@ -179,6 +213,7 @@ def test_full_pages_are_held_for_so_many_steps_and_can_still_be_found():
     scheduler.schedule(10)
     assert not scheduler.held and scheduler.pool.find(a.first.page_hashes) == [0, 1]
     assert not holding()[0].held   # a last turn's
+    assert not holding(NEXT, keep=0)[0].held
 
 
 @pytest.mark.parametrize("prompt, new, left", [(9, 1, "B"), (8, 3, "B"), (8, 1, "AB")])
