@@ -233,14 +233,37 @@ def test_holds_make_a_newcomer_wait_while_others_run():
     assert scheduler.schedule(1) == [(c.first, 7)] and len(scheduler.held) == 2
 
 
+@pytest.mark.parametrize("keep, saved", [(0, 0), (9, 4)])
+def test_a_run_holds_pages_for_the_next_turn(keep, saved):
+    """A comes back at step 2. From step 1 on C needs as many pages as A and B leave."""
+    asked = [Session(Request([1] * 4, 1), [(1, [1], 1)]), Session(Request([2], 3)),
+             Session(Request([3] * 7, 1, arrival=1))]
+    trace = sessions.generate(toy(n_layer=1), asked, pages=5, page_size=2, keep=keep,
+                              by_session=True)
+    assert trace.counts["saved_tokens"] == saved
+
+
 # --- rollout, hybrid ------------------------------------------------------------------------------
 
-def test_requests_that_are_computed_again_keep_their_order():
-    models = SimpleNamespace(version=0)
-    scheduler = RolloutScheduler(2, 64, 9, 2, models, [1], "recompute")
-    a, b = queue(scheduler, [Request([1], 2), Request([2], 2)])
+@pytest.mark.parametrize("mode, n, stale", [("keep", 1, "AB"), ("recompute", 2, "")])
+def test_all_that_run_are_stale_or_computed_again_in_their_order(mode, n, stale):
+    scheduler = RolloutScheduler(2, 64, 9, 2, SimpleNamespace(version=0), [1], mode)
+    a, b, _ = queue(scheduler, [Request([1], 2, name=name) for name in "ABC"])
     scheduler.update(scheduler.schedule(0), [3, 3])
-    assert scheduler.schedule(1) == [(a, 2), (b, 2)]
+    assert scheduler.schedule(1) == [(a, n), (b, n)]
+    assert {request.name for request in scheduler.stale} == {*stale}
+
+
+@pytest.mark.parametrize("prompt, tokens, n, version", [([1], [3], 2, 0), ([1] * 5, [], 4, 2)])
+def test_a_change_waits_for_preempted_requests_that_have_a_token(prompt, tokens, n, version):
+    """B has none: it waits for the change, although a part of its prompt was computed."""
+    models = SimpleNamespace(version=0)
+    scheduler = RolloutScheduler(2, 4, 9, 2, models, [1, 2], "wait")
+    a, _ = queue(scheduler, [Request(prompt, 2), Request([2] * 5, 1)])
+    scheduler.update(scheduler.schedule(0), tokens)
+    for request in scheduler.running[::-1]:
+        scheduler.preempt(request)
+    assert scheduler.schedule(2) == [(a, n)] and models.version == version
 
 
 @pytest.mark.parametrize("pages, b_too", [(7, False), (8, True)])
@@ -258,3 +281,12 @@ def test_the_layers_of_all_groups_share_buffers(monkeypatch):
     monkeypatch.setattr("beyond.hybrid.KV", lambda n: made.append(KV(n)) or made[-1])
     hybrid.generate(model, Request([1] * 5, 2))
     assert [sorted(kv.k) for kv in made] == [[0, 1]]
+
+
+def test_what_each_group_finds_and_copies_is_counted():
+    """Of B's first four tokens, two pages are found, and that to which a window of 2 looks back."""
+    model = Hybrid(toy(n_layer=2).config, window=2, period=2).double()
+    requests = [Request([1] * 6, 2), Request([1] * 6, 1, arrival=2)]
+    trace = hybrid.generate(model, requests, page_size=2, passed_first=False)
+    assert (trace.counts["saved_tokens"], trace.counts["shared_pages"]) == (4, 3)
+    assert [p.copied_bytes for p in trace.passes] == [2 * 15 * 8 * n for n in (6 + 6, 7 + 2, 6 + 3)]
