@@ -63,8 +63,9 @@ def test_guesses_fit_into_budget_answer_and_pages(most, budget, new, pages, numb
 def test_without_what_is_new_a_run_is_that_of_prefix_with_the_same_knobs(generate):
     runs = []
     for run_them in generate_prefix.generate, generate:
-        trace = run_them(toy(n_layer=1), [Request([1] * n, 6) for n in (5, 4, 3, 2)],
-                         max_batch=3, token_budget=6, pages=7, page_size=2)
+        requests = [Request([1] * n, 6, arrival=40 * (n == 2)) for n in (5, 4, 3, 2)]
+        trace = run_them(toy(n_layer=1), requests, max_batch=2, token_budget=6, pages=7,
+                         page_size=2)
         runs.append(([(p.step, p.work) for p in trace.passes], trace.counts))
     assert runs[0] == runs[1] and trace.counts["preemptions"]
 
@@ -141,8 +142,9 @@ def test_pages_that_nobody_can_find_are_taken_first():
     assert [*scheduler.pool.free_queue] == [2, 3, 4, 5, 1, 0]
 
 
-def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it():
-    scheduler = PrefixScheduler(1, 4, 6, 2)
+@pytest.mark.parametrize("scheduler", [
+    PrefixScheduler(1, 4, 6, 2), HybridScheduler(1, 4, 9, 2, [BLOCK_SIZE, 4], passed_first=True)])
+def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it(scheduler):
     request, = queue(scheduler, [Request([1, 2, 3, 4, 5, 6, 7], 1)])
     scheduler.update(scheduler.schedule(0), [])
     scheduler.undo(scheduler.schedule(1))
@@ -283,10 +285,34 @@ def test_the_layers_of_all_groups_share_buffers(monkeypatch):
     assert [sorted(kv.k) for kv in made] == [[0, 1]]
 
 
-def test_what_each_group_finds_and_copies_is_counted():
+def test_a_window_ends_with_a_tokens_own_key():
+    model, zeros = Hybrid(toy(n_layer=2).config, window=3, period=2), torch.zeros(1, 5, 5)
+    sees = [model.attend(layer, zeros, zeros, torch.eye(5)[None])[0] > 0 for layer in range(2)]
+    all_before = torch.ones(5, 5).tril()
+    assert torch.equal(torch.stack(sees), torch.stack([all_before.triu(-2), all_before]) > 0)
+
+
+def test_pages_that_are_found_leave_no_room_for_others():
+    """B takes the two of A's six pages that have no name. C finds the others, and needs two more."""
+    scheduler = HybridScheduler(2, 64, 8, 2, [BLOCK_SIZE] * 2, passed_first=True)
+    _, b, _ = queue(scheduler, [Request([1] * 5, 1), Request([2] * 2, 3), Request([1] * 5, 1)])
+    scheduler.update(scheduler.schedule(0), [0, 0])
+    assert scheduler.schedule(1) == [(b, 1)]
+
+
+def test_a_page_that_one_of_two_has_passed_is_not_free():
+    scheduler = HybridScheduler(2, 64, 40, 2, [BLOCK_SIZE, 2], passed_first=True)
+    a, b = queue(scheduler, [Request([1] * 6, 2), Request([1] * 6, 2)])
+    scheduler.update(scheduler.schedule(0), [0, 0])
+    scheduler.give_back(scheduler.tables[a][1], 2)
+    assert scheduler.tables[b][1][1] not in scheduler.pool.free_queue
+
+
+def test_a_hybrid_run_keeps_its_limits_and_counts_what_each_group_finds_and_copies():
     """Of B's first four tokens, two pages are found, and that to which a window of 2 looks back."""
     model = Hybrid(toy(n_layer=2).config, window=2, period=2).double()
     requests = [Request([1] * 6, 2), Request([1] * 6, 1, arrival=2)]
-    trace = hybrid.generate(model, requests, page_size=2, passed_first=False)
+    trace = hybrid.generate(model, requests, 1, 4, page_size=2, passed_first=False)
     assert (trace.counts["saved_tokens"], trace.counts["shared_pages"]) == (4, 3)
-    assert [p.copied_bytes for p in trace.passes] == [2 * 15 * 8 * n for n in (6 + 6, 7 + 2, 6 + 3)]
+    copied = [4 + 4, 6 + 3, 7 + 2, 6 + 3]   # B's pass is the last
+    assert [p.copied_bytes for p in trace.passes] == [2 * 15 * 8 * n for n in copied]
