@@ -142,19 +142,23 @@ def test_pages_that_nobody_can_find_are_taken_first():
     assert [*scheduler.pool.free_queue] == [2, 3, 4, 5, 1, 0]
 
 
-@pytest.mark.parametrize("scheduler", [
-    PrefixScheduler(1, 4, 6, 2), HybridScheduler(1, 4, 9, 2, [BLOCK_SIZE, 4], passed_first=True)])
-def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it(scheduler):
-    request, = queue(scheduler, [Request([1, 2, 3, 4, 5, 6, 7], 1)])
+CACHING = pytest.mark.parametrize("new", [
+    lambda: PrefixScheduler(2, 4, 6, 2),
+    lambda: HybridScheduler(2, 4, 9, 2, [BLOCK_SIZE, 4], passed_first=True)])
+
+
+@CACHING
+def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it(new):
+    request, = queue(scheduler := new(), [Request([1, 2, 3, 4, 5, 6, 7], 1)])
     scheduler.update(scheduler.schedule(0), [])
     scheduler.undo(scheduler.schedule(1))
     assert scheduler.schedule(2) == [(request, 3)]   # four tokens are found
 
 
-def test_a_failed_pass_sends_all_back_in_their_order():
+@CACHING
+def test_a_failed_pass_sends_all_back_in_their_order(new):
     """B has found the page that A would have filled."""
-    scheduler = PrefixScheduler(2, 64, 6, 2)
-    a, b = queue(scheduler, [Request([1] * 3, 1), Request([1] * 3, 1)])
+    a, b = queue(scheduler := new(), [Request([1] * 3, 1), Request([1] * 3, 1)])
     for step in range(2):
         assert scheduler.schedule(step) == [(a, 3), (b, 1)]
         scheduler.undo([(a, 3), (b, 1)])
@@ -293,7 +297,7 @@ def test_a_window_ends_with_a_tokens_own_key():
 
 
 def test_pages_that_are_found_leave_no_room_for_others():
-    """B takes the two of A's six pages that have no name. C finds the others, and needs two more."""
+    """B takes the two of A's six pages without a name. C finds the others, and needs two more."""
     scheduler = HybridScheduler(2, 64, 8, 2, [BLOCK_SIZE] * 2, passed_first=True)
     _, b, _ = queue(scheduler, [Request([1] * 5, 1), Request([2] * 2, 3), Request([1] * 5, 1)])
     scheduler.update(scheduler.schedule(0), [0, 0])
