@@ -1,4 +1,5 @@
 """What docstrings promise and no run shows: memory that is held, places that are looked at."""
+import math
 from string import ascii_lowercase
 from types import SimpleNamespace
 
@@ -180,8 +181,7 @@ def test_a_request_needs_room_for_the_tokens_that_it_has(kind, pages, new, b_too
     # the client's number, although the context ends both answers at the same length
     (SCHEDULERS["sjf"](1, 64, 9, 8), {"A": (3, 99), "B": (4, 97)}, "B4"),
     (SCHEDULERS["sjf"](99, 36, 99, 8), {"L": (20, 1), **dict.fromkeys(ascii_lowercase, ([1], 1))},
-     " ".join(f"{name}1" for name in ascii_lowercase[:16]) + " L20"),   # by default, 16
-    (FairScheduler(3, 64, 9, 8, "sjf", 1), {"L": (20, 1), "a": (1, 1), "b": (1, 1)}, "a1 L20 b1")])
+     " ".join(f"{name}1" for name in ascii_lowercase[:16]) + " L20")])   # by default, 16
 def test_the_shortest_is_next_but_for_what_is_due_also_within_a_step(scheduler, requests, first):
     assert run(scheduler, requests)[0] == first
 
@@ -220,6 +220,8 @@ def test_full_pages_are_held_for_so_many_steps_and_can_still_be_found():
     assert not scheduler.held and scheduler.pool.find(a.first.page_hashes) == [0, 1]
     assert not holding()[0].held   # a last turn's
     assert not holding(NEXT, keep=0)[0].held
+    scheduler, _ = holding(NEXT, keep=math.inf)
+    assert not scheduler.schedule(10**9) and len(scheduler.held) == 2
 
 
 @pytest.mark.parametrize("prompt, new, left", [(9, 1, "B"), (8, 3, "B"), (8, 1, "AB")])
@@ -233,10 +235,13 @@ def test_the_oldest_hold_ends_and_no_more_than_must(prompt, new, left):
     assert "".join(session.first.name for session in scheduler.held) == left
 
 
-def test_holds_make_a_newcomer_wait_while_others_run():
+def test_holds_make_a_newcomer_wait_while_others_run_until_they_are_over():
     scheduler, _ = holding(NEXT)
-    c, _ = map(Session, queue(scheduler, [Request([3] * 7, 2), Request([4], 1)]))
-    assert scheduler.schedule(1) == [(c.first, 7)] and len(scheduler.held) == 2
+    c, d = queue(scheduler, [Request([3] * 7, 2), Request([4], 1)])
+    Session(c), Session(d)
+    assert scheduler.schedule(1) == [(c, 7)] and len(scheduler.held) == 2
+    scheduler.update([(c, 7)], [0])
+    assert scheduler.schedule(10) == [(c, 1), (d, 1)]
 
 
 @pytest.mark.parametrize("keep, saved", [(0, 0), (9, 4)])
@@ -278,6 +283,15 @@ def test_full_layers_need_room_for_all_tokens_and_windows_for_the_next_pass(page
     scheduler = HybridScheduler(2, 4, pages, 2, [BLOCK_SIZE, 2], passed_first=True)
     a, b = queue(scheduler, [Request([1] * 2, 3), Request([2] * 8, 1)])
     assert scheduler.schedule(0) == [(a, 2), (b, 2)][:1 + b_too]
+
+
+def test_the_smallest_pool_is_enough_because_passed_pages_go_first():
+    """In the last pass, six pages of the full layers, and three of those with a window."""
+    scheduler = HybridScheduler(1, 4, 6 + 3, 2, [BLOCK_SIZE, 2], passed_first=True)
+    request, = queue(scheduler, [Request([1] * 12, 1)])
+    for step in range(3):
+        assert scheduler.schedule(step) == [(request, 4)]
+        scheduler.update([(request, 4)], [0] * (step == 2))
 
 
 def test_the_layers_of_all_groups_share_buffers(monkeypatch):
