@@ -1,5 +1,4 @@
-"""What docstrings promise and no run shows: memory that is held, places that are looked at."""
-import math
+"""What docstrings promise and a run hardly shows: memory that is held, places looked at, limits."""
 from string import ascii_lowercase
 from types import SimpleNamespace
 
@@ -160,19 +159,17 @@ def test_a_failed_pass_leaves_the_pages_of_the_passes_before_it(new):
 def test_a_failed_pass_sends_all_back_in_their_order(new):
     """B has found the page that A would have filled."""
     a, b = queue(scheduler := new(), [Request([1] * 3, 1), Request([1] * 3, 1)])
-    for step in range(2):
-        assert scheduler.schedule(step) == [(a, 3), (b, 1)]
-        scheduler.undo([(a, 3), (b, 1)])
-        assert [*scheduler.waiting] == [a, b] and not scheduler.running
+    assert scheduler.schedule(0) == [(a, 3), (b, 1)]
+    scheduler.undo([(a, 3), (b, 1)])
+    assert [*scheduler.waiting] == [a, b]
 
 
 @pytest.mark.parametrize("kind", [PagedScheduler, PrefixScheduler])
-@pytest.mark.parametrize("pages, new, b_too", [(3, 1, False), (4, 3, True)])
-def test_a_request_needs_room_for_the_tokens_that_it_has(kind, pages, new, b_too):
-    """A holds a page. B needs three; this step would need one, the longest answer four."""
-    scheduler = kind(2, 4, pages, 2)
-    a, b = queue(scheduler, [Request([1] * 2, 1), Request([2] * 6, new)])
-    assert scheduler.schedule(0) == [(a, 2), (b, 2)][:1 + b_too]
+def test_a_newcomer_waits_for_room_for_all_tokens_that_it_has(kind):
+    """Of three pages A holds one. B's six tokens need three, although its first chunk needs one."""
+    scheduler = kind(2, 4, 3, 2)
+    a, _ = queue(scheduler, [Request([1] * 2, 1), Request([2] * 6, 1)])
+    assert scheduler.schedule(0) == [(a, 2)]
 
 
 # --- fairness: which request is next --------------------------------------------------------------
@@ -187,13 +184,12 @@ def test_the_shortest_is_next_but_for_what_is_due_also_within_a_step(scheduler, 
 
 
 def test_what_was_preempted_as_often_as_the_bound_is_due():
-    scheduler, due = FairScheduler(1, 64, 9, 2, "sjf", bound=2), []
+    scheduler = FairScheduler(1, 64, 9, 2, "sjf", bound=2)
     request, = queue(scheduler, [Request([1], 3)])
-    for step in range(2):
-        scheduler.schedule(step)
+    for times in 1, 2:
+        scheduler.schedule(0)
         scheduler.preempt(request)
-        due.append(scheduler.is_due(request))
-    assert due == [False, True]
+        assert scheduler.is_due(request) == (times == 2)
 
 
 # --- sessions: which holds end, and what is held --------------------------------------------------
@@ -220,7 +216,7 @@ def test_full_pages_are_held_for_so_many_steps_and_can_still_be_found():
     assert not scheduler.held and scheduler.pool.find(a.first.page_hashes) == [0, 1]
     assert not holding()[0].held   # a last turn's
     assert not holding(NEXT, keep=0)[0].held
-    scheduler, _ = holding(NEXT, keep=math.inf)
+    scheduler, _ = holding(NEXT, keep=float("inf"))
     assert not scheduler.schedule(10**9) and len(scheduler.held) == 2
 
 
@@ -237,16 +233,15 @@ def test_the_oldest_hold_ends_and_no_more_than_must(prompt, new, left):
 
 def test_holds_make_a_newcomer_wait_while_others_run_until_they_are_over():
     scheduler, _ = holding(NEXT)
-    c, d = queue(scheduler, [Request([3] * 7, 2), Request([4], 1)])
-    Session(c), Session(d)
-    assert scheduler.schedule(1) == [(c, 7)] and len(scheduler.held) == 2
-    scheduler.update([(c, 7)], [0])
-    assert scheduler.schedule(10) == [(c, 1), (d, 1)]
+    c, d = map(Session, queue(scheduler, [Request([3] * 7, 2), Request([4], 1)]))
+    assert scheduler.schedule(1) == [(c.first, 7)] and len(scheduler.held) == 2
+    scheduler.update([(c.first, 7)], [0])
+    assert scheduler.schedule(10) == [(c.first, 1), (d.first, 1)]
 
 
 @pytest.mark.parametrize("keep, saved", [(0, 0), (9, 4)])
 def test_a_run_holds_pages_for_the_next_turn(keep, saved):
-    """A comes back at step 2. From step 1 on C needs as many pages as A and B leave."""
+    """A comes back at step 2. At step 1, C fits in beside B if A's pages are free."""
     asked = [Session(Request([1] * 4, 1), [(1, [1], 1)]), Session(Request([2], 3)),
              Session(Request([3] * 7, 1, arrival=1))]
     trace = sessions.generate(toy(n_layer=1), asked, pages=5, page_size=2, keep=keep,
@@ -267,7 +262,7 @@ def test_all_that_run_are_stale_or_computed_again_in_their_order(mode, n, stale)
 
 @pytest.mark.parametrize("prompt, tokens, n, version", [([1], [3], 2, 0), ([1] * 5, [], 4, 2)])
 def test_a_change_waits_for_preempted_requests_that_have_a_token(prompt, tokens, n, version):
-    """B has none: it waits for the change, although a part of its prompt was computed."""
+    """A has one, or none. B has none: a part of its prompt may be computed, and still it waits."""
     models = SimpleNamespace(version=0)
     scheduler = RolloutScheduler(2, 4, 9, 2, models, [1, 2], "wait")
     a, _ = queue(scheduler, [Request(prompt, 2), Request([2] * 5, 1)])
