@@ -95,7 +95,8 @@ def difference(got, right, room, where=""):
     """(where, got, right) at the smallest place in which two values differ."""
     if isinstance(got, dict) and isinstance(right, dict):
         for key in [*right, *got]:
-            a, b = got.get(key, "nothing"), right.get(key, "nothing")
+            none = "what it was" if key.endswith(" becomes") else "nothing"
+            a, b = got.get(key, none), right.get(key, none)
             if not same(a, b, room):
                 return difference(a, b, room, f"{where}, {key}" if where else key)
     if isinstance(got, list) and isinstance(right, list) and len(words(right)) > 60:
@@ -170,13 +171,16 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
 
 def named(part, answers, i):
-    """The mistake that gives the same in case i; of several, the one that does so most often."""
-    def agrees(gives, j):
-        return alike(answers[j], gives[j] or part["right"][j], part.get("within", TOLERANCE))
-
-    counts = {sentence: sum(agrees(gives, j) for j in range(len(answers)))
-              for sentence, gives in part["mistakes"].items() if gives[i] and agrees(gives, i)}
-    if not counts:
+    """
+    The mistake that gives the same in case i, and in half of all cases that fail; of several, the
+    one that does so most often. Less is chance.
+    """
+    within = part.get("within", TOLERANCE)
+    failed = [j for j, each in enumerate(answers) if not alike(each, part["right"][j], within)]
+    counts = {sentence: sum(alike(answers[j], gives[j] or part["right"][j], within) for j in failed)
+              for sentence, gives in part["mistakes"].items()
+              if gives[i] and alike(answers[i], gives[i], within)}
+    if 2 * max(counts.values(), default=0) < len(failed):
         return ""
     sentence = max(counts, key=counts.get).strip()
     return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "
