@@ -172,17 +172,19 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
 def named(part, answers, i):
     """
-    The mistake that gives the same in case i, and in half of all cases that fail; of several, the
-    one that does so most often. Less is chance.
+    The mistake that gives the same in case i; of several, the one that differs least in others. It
+    differs in half as many cases as what is right, at most: else it is chance.
     """
-    within = part.get("within", TOLERANCE)
-    failed = [j for j, each in enumerate(answers) if not alike(each, part["right"][j], within)]
-    counts = {sentence: sum(alike(answers[j], gives[j] or part["right"][j], within) for j in failed)
-              for sentence, gives in part["mistakes"].items()
-              if gives[i] and alike(answers[i], gives[i], within)}
-    if 2 * max(counts.values(), default=0) < len(failed):
+    def differs(gives):
+        return sum(not alike(got, wrong or right, part.get("within", TOLERANCE))
+                   for got, wrong, right in zip(answers, gives, part["right"]))
+
+    cases = {sentence: differs(gives) for sentence, gives in part["mistakes"].items()
+             if gives[i] and alike(answers[i], gives[i], part.get("within", TOLERANCE))}
+    sentence = min(cases, key=cases.get, default="")
+    if not cases or 2 * cases[sentence] > differs(part["right"]):
         return ""
-    sentence = max(counts, key=counts.get).strip()
+    sentence = sentence.strip()
     return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "
 
 

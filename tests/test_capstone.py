@@ -92,6 +92,8 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "as if the outputs stood one behind the other in the wrong order"),
     ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
      "as if `computed` stayed 0, although pages are found: they would be computed again"),
+    ("admit", 4, "if new + revived >", "if self.pool.needed(request.todo) >",
+     "as if every page had to be new"),
     ("admit", 4, "self.hash_of_page(request, i) for i in range(full)", "[]",
      "as if nothing were looked up"),
     ("cache_filled", 4, "end // size)", "-(-end // size))", "a page that is not full"),
