@@ -62,6 +62,7 @@ def test_right_functions_serve_step_by_step_and_the_race_is_a_tie(built, capsys)
     ("schedule", 1, "for request in self.running:", "for request in [*self.running]:\n"
      "        if request not in self.running:\n            continue"),
     ("schedule", 1, "return plan", "return tuple(plan)"),
+    ("skip", 2, "q[..., a:b, :]", "q[\n            ..., a:b, :]"),   # no blank
     ("lay_out", 2, "self.sampled = [self.plan[i][0] for i in due]",
      "self.sampled = tuple(self.plan[i][0] for i in due)[:]; self.sampled = [*self.sampled]"),
     ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
@@ -76,8 +77,8 @@ torch.nn.functional.scaled_dot_product_attention(
     ("attend", 2, '(self.hide if self.attention == "mask" else self.skip)', "self.skip"),
     ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
 torch.einsum("hts,hsd->htd", (torch.einsum("htd,hsd->hts", q[:, a:b], keys) / q.size(-1)**.5)
-            .masked_fill(torch.ones(b - a, keys.size(1)).tril(keys.size(1) - b + a) == 0, -torch.inf)
-            .softmax(-1), values)"""),
+        .masked_fill(torch.ones(b - a, keys.size(1)).tril(keys.size(1) - b + a) == 0, -torch.inf)
+        .softmax(-1), values)"""),
 ])
 def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     assert judged(name, step, capsys, (old, new)) == f"{name}: right.\n"
@@ -98,17 +99,25 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "as if nothing were looked up"),
     ("cache_filled", 4, "end // size)", "-(-end // size))", "a page that is not full"),
     ("free", 4, "if page not in self.hash_of", "if False", "pages that nobody can find"),
-    ("free", 4, "reversed(table)", "sorted(reversed(table), key=lambda page: page not in self.hash_of"
-     " and page)", "free_queue: [2, 1, 3, 0], expected [1, 2, 3, 0]"),
+    ("free", 4, "reversed(table)", "sorted(reversed(table), key=lambda page: page not in "
+     "self.hash_of and page)", "free_queue: [2, 1, 3, 0], expected [1, 2, 3, 0]"),
     ("lay_out", 2, "[self.plan[i][0] for i in due]", "{self.plan[i][0] for i in due}", "a set"),
     ("lay_out", 2, "due = indices_due(self.plan)", "due = indices_due(self.plan)\n    "
      "self.plan[0][0].computed += 1", "computed is unchanged: False, expected True"),
-    ("lay_out", 3, "page_size = self.pool.page_size", "page_size = 4", "not yet. lay_out, with plan"),
+    ("lay_out", 3, "page_size = self.pool.page_size", "page_size = 4", "not yet. lay_out, with "),
     ("admit", 3, "request.block_table = []", "request.block_table = ()", "(), expected 0"),
+    ("admit", 3, "request.block_table = []", "request.block_table = globals().setdefault("
+     "'one', [])", "B's pages becomes: 1, expected 0"),
     ("preempt", 3, "self.free(request)", "request.block_table = request.block_table",
      "A's pages becomes: what it was, expected None"),
-    ("hash_of_page", 4, "known[-1] if known else b\"\"", "b\"\"", "a page were known by its own tokens"),
+    ("hash_of_page", 4, "known[-1] if known else b\"\"", "b\"\"", "a page were known by its own"),
     ("hash_of_page", 4, "known = request.page_hashes", "known = []", "called again"),
+    ("hash_of_page", 4, "known = request.page_hashes",
+     "known = vars(self).setdefault(request.name, [])", "page_hashes keeps all: False"),
+    ("make_room", 3, "self.pool.allocate(request.block_table, more)", "self.pool.allocate("
+     "request.block_table, more)\n    request.block_table.reverse()", "pages stay where they are"),
+    ("preempt", 3, '["preemptions"] += 1', '["preemptions"] = 1', "preemptions: 1, expected 3"),
+    ("admit", 3, "self.pool.needed(request.todo)", "-(-request.todo // 4)", "page_size 3"),
     ("admit", 4, "self.pool.share(request.block_table, found)", "self.pool.share([], found)\n    "
      "self.pool.share(request.block_table, found)", "pages whose count has grown"),
 ])
