@@ -66,7 +66,8 @@ from scheduler import Scheduler
 #
 # After the pass, `advance(plan, tokens)` records it. Each request has n more tokens computed. Those
 # whose `todo` the plan covers in full get a token: `indices_due(plan)` returns their indices, and
-# `tokens` has one token for each, in this order. (A plan may hold requests with n = 0.)
+# `tokens` has one token for each, in this order. Both lists stay as they are. (A plan may hold
+# requests with n = 0.)
 
 # %% tags=["exercise"]
 def schedule(self, step):
