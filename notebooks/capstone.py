@@ -50,9 +50,11 @@ def judge(number, *functions):
             if not fault:
                 BUILT[place] = function
         print(f"{name}: {said}")
-    if not missing(number):
+    if not (left := missing(number)):
         with mine(number):
             check(stage, letters(5, A=9, B=2, C=14, D=4), token_budget=8)
+    elif not left[-1].endswith(f"step {number}"):   # it is done, one before it is not
+        print(f"{stage} waits for {', '.join(left)}.")
 
 
 def missing(number):
