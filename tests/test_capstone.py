@@ -89,6 +89,9 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "ZeroDivisionError: division by zero (this cell, line "),
     ("schedule", 1, "if n and self.make_room(request, n):", "if n:", "as if nobody had to ask for"),
     ("schedule", 1, "plan = []", "while True:\n        pass", "it does not end: 10 seconds"),
+    ("skip", 2, "out = []", "keys, values = (torch.cat(t, 1) for t in zip(*caches))\n    return "
+     "head(q, keys, values, mask=self.block_diagonal())",
+     "as if all scores were computed"),
     ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
      "as if the outputs stood one behind the other in the wrong order"),
     ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
