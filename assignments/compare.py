@@ -95,7 +95,8 @@ def difference(got, right, room, where=""):
     """(where, got, right) at the smallest place in which two values differ."""
     if isinstance(got, dict) and isinstance(right, dict):
         for key in [*right, *got]:
-            a, b = got.get(key, "nothing"), right.get(key, "nothing")
+            none = "what it was" if key.endswith(" becomes") else "nothing"
+            a, b = got.get(key, none), right.get(key, none)
             if not same(a, b, room):
                 return difference(a, b, room, f"{where}, {key}" if where else key)
     if isinstance(got, list) and isinstance(right, list) and len(words(right)) > 60:
@@ -170,15 +171,20 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
 
 def named(part, answers, i):
-    """The mistake that gives the same in case i; of several, the one that does so most often."""
-    def agrees(gives, j):
-        return alike(answers[j], gives[j] or part["right"][j], part.get("within", TOLERANCE))
+    """
+    The mistake that gives the same in case i; of several, the one that differs least in others. It
+    differs in half as many cases as what is right, at most: else it is chance.
+    """
+    def differs(gives):
+        return sum(not alike(got, wrong or right, part.get("within", TOLERANCE))
+                   for got, wrong, right in zip(answers, gives, part["right"]))
 
-    counts = {sentence: sum(agrees(gives, j) for j in range(len(answers)))
-              for sentence, gives in part["mistakes"].items() if gives[i] and agrees(gives, i)}
-    if not counts:
+    cases = {sentence: differs(gives) for sentence, gives in part["mistakes"].items()
+             if gives[i] and alike(answers[i], gives[i], part.get("within", TOLERANCE))}
+    sentence = min(cases, key=cases.get, default="")
+    if not cases or 2 * cases[sentence] > differs(part["right"]):
         return ""
-    sentence = max(counts, key=counts.get).strip()
+    sentence = sentence.strip()
     return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "
 
 

@@ -65,7 +65,7 @@ def run(requests, **limits):
         plans[f"the plan of step {step}"] = queue.schedule(step)
         for each, n in plans[f"the plan of step {step}"]:
             each.computed += n
-            each.generated += [1] * (each.todo == 0)
+            each.generated += [1] * int(each.todo == 0)
         queue.running = [each for each in queue.running if not (
             each.generated and each.is_last(len(each.generated)))]
     return "it does not end"

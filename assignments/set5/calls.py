@@ -73,11 +73,13 @@ def paged_attention(lengths, page_size, pool, heads, size):
     q, out = numbers(99, heads, int(starts[-1]), size), []
     spent = operations(lambda: out.append(generate_paged.paged_attention(
         q, k, v, starts, torch.tensor([keys for _, keys in lengths]), table)))
+    spent = max(spent, 4 * heads * size * sum(n * keys for n, keys in lengths))   # see probes.py
     return {"shape and dtype": kind_of(out[0]), "the output": out[0], "operations": spent}
 
 
 def with_pool(call, pages, page_size, running, waiting):
     queue = PagedScheduler(16, 64, pages, page_size)
+    queue.pool.counts["preemptions"] = 2   # so far
     return in_queue(queue, running, waiting, lambda all: call(queue, all))
 
 
@@ -143,16 +145,18 @@ def hash_of_page(tokens, page_size, pages, prompt=None):
                         for each in (tokens, [11, *tokens[1:]])])
     found, made = {}, []
 
-    def page_hash(before, tokens, real=generate_prefix.page_hash):
-        made.append((before, *tokens))
-        return real(before, tokens)
+    def sha256(given, real=generate_prefix.sha256):   # page_hash itself may be called by any name
+        made.append(given)
+        return real(given)
 
-    with patch.object(generate_prefix, "page_hash", page_hash):
+    with patch.object(generate_prefix, "sha256", sha256):
         for call, i in enumerate(pages):
             for request in A, B:
                 said = schedulers[call % 2].hash_of_page(request, i)
                 found[f"call {call}, page {i} of {request.name}"] = said and said.hex()[:8]
                 found["page_hash is called again for the same page"] = len(made) - len({*made})
+                found["page_hashes keeps all"] = found.get("page_hashes keeps all", True) and (
+                    said in request.page_hashes)
     return found
 
 
@@ -181,7 +185,7 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     return {"it returns": said, "block table": request.block_table, **changes_of([request], before),
             "waiting, running": [queue.waiting, queue.running],
             "free queue": [*pool.free_queue], "pages whose count has grown": [
-                page for page in range(40) if pool.ref_count[page] > (page in used)],
+                page for page in range(40) for _ in range(pool.ref_count[page] - (page in used))],
             "it asks for the hash of": [f"page {i}" for i in asked if i >= (
                 prompt + generated - 1) // page_size] or "pages that may be found"}
 
