@@ -116,7 +116,8 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("hash_of_page", 4, "known[-1] if known else b\"\"", "b\"\"", "a page were known by its own"),
     ("hash_of_page", 4, "known = request.page_hashes", "known = []", "called again"),
     ("hash_of_page", 4, "known = request.page_hashes",
-     "known = vars(self).setdefault(request.name, [])", "page_hashes keeps all: False"),
+     "known = vars(self).setdefault(request.name, [])",
+     "as if hashes were kept with the scheduler, not with the request"),
     ("make_room", 3, "self.pool.allocate(request.block_table, more)", "self.pool.allocate("
      "request.block_table, more)\n    request.block_table.reverse()", "pages stay where they are"),
     ("preempt", 3, '["preemptions"] += 1', '["preemptions"] = 1', "preemptions: 1, expected 3"),
