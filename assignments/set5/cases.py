@@ -79,11 +79,11 @@ def states(rng):
         yield {"call": "make_room", "of": i, "n": n, **state}
     for state in made[::3]:
         yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
-    for pages in range(5):
-        for prompt in 1, 4, 5, 8:
-            yield {"call": "admit", "pages": 2 + pages, "page_size": 4, "running": [
-                {"prompt": 6, "computed": 6, "generated": 1, "pages": 2}],
-                "waiting": [{"prompt": prompt}, {"prompt": 1}]}
+    for size, spare, prompt, generated in product((2, 3, 4), range(4), (1, 4, 5), (0, 3)):
+        row = {"prompt": 6, "computed": 6, "generated": 1, "pages": -(-6 // size)}
+        yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": size,
+               "running": [row] * 2, "waiting": [
+                   {"prompt": prompt, "generated": generated}, {"prompt": 1}]}
 
 
 def sharing(rng):
@@ -94,7 +94,8 @@ def sharing(rng):
         tables, free = [*state["tables"], []], len(state["free_queue"])
         state = {**state, "tables": tables, "table": rng.randrange(len(tables))}
         others = [page for page, _ in state["hash_of"] if page not in tables[state["table"]]]
-        yield {"call": "free", **state}
+        longest = max(range(len(tables)), key=lambda i: len(tables[i]))
+        yield {"call": "free", **state, "table": longest}
         yield {"call": "allocate", "number": rng.randint(min(1, free), free), **state}
         yield {"call": "share", "found": rng.sample(others, min(2, len(others))), **state}
         del state["table"]
@@ -102,6 +103,8 @@ def sharing(rng):
 
 
 def finding(rng):
+    yield {"call": "find", "hashes": ["x"], "tables": [[0]], "free_queue": [1, 2], "ref_count": [
+        1, 0, 0], "cached": [["x", [2, 0]]], "hash_of": [[2, "x"], [0, "x"]]}
     for state in pools_of_pages(rng):
         names = [name for name, _ in state["cached"]]
         asked = [["x"], names, [*names, "x", *names], rng.sample(names, len(names))]
