@@ -186,8 +186,12 @@ def layout_of(batch, *names, context_length=24):
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
              for name in names if name in ("tokens", "positions")} | plan_in(batch)
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
-    if "mask" in names and (see := seen_of(batch)) is None:
-        return {**found, "the mask": kind_of(getattr(batch, "mask", None))}
+    if "mask" in names:
+        see = seen_of(batch)
+        found["the mask"] = ("boolean, of its shape" if see is not None else
+                             kind_of(getattr(batch, "mask", None)))
+        if see is None:
+            return found
     pads, owner = {*range(len(tokens))}, {}
     for b, (request, n) in enumerate(batch.plan):
         slots = slots_of(batch, b)
@@ -219,10 +223,10 @@ def layout_of(batch, *names, context_length=24):
         "tokens", "positions", "mask", "wanted")}
 
 
-def attended(batch, heads=2, size=3):
+def attended(batch, heads=2, size=3, least=0):
     """
     What `attend` gives in two layers, for made-up queries, keys and values, what is in the caches
-    then, and how many operations it takes. Empty memory is NaN, which nothing may read.
+    then, and how many operations it takes, or `least`. Empty memory is NaN, which nothing may read.
     """
     import torch
     torch.use_deterministic_algorithms(True, warn_only=True)   # fills empty tensors with NaN
@@ -232,7 +236,7 @@ def attended(batch, heads=2, size=3):
         given = numbers(9 + i, 3, *rows, heads, T, size)
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
-        found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
+        found |= {"shape and dtype": kind_of(out[0]), "operations": max(spent, least),
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)

@@ -68,6 +68,8 @@ def states(rng):
     made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
     few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
         {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
+    for state in made[::3]:
+        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
     for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
         yield {"call": "make_room", "of": i, "n": n, "pages": pages, "page_size": 2,
                "running": few, "waiting": []}
@@ -77,8 +79,6 @@ def states(rng):
         todo = row["prompt"] + row["generated"] - row["computed"]
         n = todo if number % 2 else rng.randint(1, todo)
         yield {"call": "make_room", "of": i, "n": n, **state}
-    for state in made[::3]:
-        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
     for size, spare, prompt, generated in product((2, 3, 4), range(4), (1, 4, 5), (0, 3)):
         row = {"prompt": 6, "computed": 6, "generated": 1, "pages": -(-6 // size)}
         yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": size,
@@ -87,6 +87,7 @@ def states(rng):
 
 
 def sharing(rng):
+    made = []
     yield {"call": "free", "table": 0, "free_queue": [4, 5], "tables": [[0, 1, 2], [0, 1, 3]],
            "ref_count": [2, 2, 1, 1, 0, 0], "cached": [["x", [0]], ["y", [1]], ["z", [3]]],
            "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
@@ -95,11 +96,12 @@ def sharing(rng):
         state = {**state, "tables": tables, "table": rng.randrange(len(tables))}
         others = [page for page, _ in state["hash_of"] if page not in tables[state["table"]]]
         longest = max(range(len(tables)), key=lambda i: len(tables[i]))
-        yield {"call": "free", **state, "table": longest}
-        yield {"call": "allocate", "number": rng.randint(min(1, free), free), **state}
         yield {"call": "share", "found": rng.sample(others, min(2, len(others))), **state}
+        yield {"call": "free", **state, "table": longest}
+        made.append({"call": "allocate", "number": rng.randint(min(1, free), free), **state})
         del state["table"]
         yield {"call": "forget", "page": rng.randrange(len(state["ref_count"])), **state}
+    yield from made   # it calls share and forget
 
 
 def finding(rng):
