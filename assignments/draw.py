@@ -30,7 +30,8 @@ def plans(rng, example):
     one, new, part, chunk, end, decode, again, half = kinds
     few = [[one, new], [decode, one], [decode, part], [new, chunk], [chunk, decode],
            [again, decode], [end, decode, chunk], [half, new, decode], [part, chunk, half]]
-    drawn = [[row(rng, most) for _ in range(size)] for size, most in ((4, 19), (7, 9), (14, 9))]
+    drawn = [[row(rng, 9) for _ in range(size)] for size in (3, 7, 14)]
+    drawn[0].append({"prompt": 20, "computed": 15, "n": 5})
     return [*([each] for each in kinds), *few, *drawn, example]
 
 
@@ -56,7 +57,7 @@ def pool_of_pages(rng, number, moves):
     return {"tables": tables, "free_queue": free, "ref_count": [
         sum(page in table for table in tables) for page in range(number)],
         "cached": [[name, [page for page in names if names[page] == name]]
-                   for name in rng.sample(sorted({*names.values()}), len({*names.values()}))],
+                   for name in dict.fromkeys(names.values())],
         "hash_of": [[page, name] for page, name in names.items()]}
 
 

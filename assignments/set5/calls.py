@@ -76,8 +76,9 @@ def paged_attention(lengths, page_size, pool, heads, size):
         q, k, v, starts, torch.tensor([keys for _, keys in lengths]), table)))
     least = 4 * heads * size * sum(n * keys for n, keys in lengths)   # some ways are not counted
     return {"shape and dtype": kind_of(out[0]), "the output": out[0],
-            "operations": max(spent, least), **{f"{name} is unchanged": torch.allclose(*pair, 0, 0, equal_nan=True)
-               for name, *pair in zip(("q", "k_pages", "v_pages"), before, (q, k, v))}}
+            "operations": max(spent, least), **{
+                f"{name} is unchanged": torch.allclose(*pair, 0, 0, equal_nan=True)
+                for name, *pair in zip(("q", "k_pages", "v_pages"), before, (q, k, v))}}
 
 
 def with_pool(call, pages, page_size, running, waiting):

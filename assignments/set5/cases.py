@@ -195,6 +195,8 @@ def audits(rng, part):
                "cached": [["x", [0]], ["y", [1]]], "hash_of": [[0, "x"], [1, "y"]]}
     for state in [*pools_of_pages(rng), example]:
         yield {"call": "audit", **state}
+        yield {"call": "audit", **state, **{   # in another order it is as right
+            name: state[name][::-1] for name in ("free_queue", "hash_of")}}
         for changed in corrupted(rng, state, part):
             yield {"call": "audit", **changed}
 

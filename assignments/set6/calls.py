@@ -129,13 +129,14 @@ def generate(requests, rights=None, page_size=24, **knobs):
                 speculative, "draft", speculative.draft if rights is None else scripted):
             trace = speculative.generate(
                 model(), mine, page_size=page_size, **knobs,
-                on_token=lambda request, token, _: told.append([request.name, int(token)]))
+                on_token=lambda request, token, row: told.append(
+                    [request.name, int(token), int(row.argmax())]))
     finally:
         counting.remove()
     if trace is None:
         return None
     return {**{f"tokens and finish_reason of {each.name}": [each.generated, each.finish_reason]
-               for each in mine}, "on_token is told": told,
+               for each in mine}, "on_token is told, with the most likely token": told,
             "passes, passes in the trace": [
                 len(passes), min(len(trace.passes), sum(traced for _, traced in passes))],
             "rows of logits of each pass": [many for many, _ in passes],
