@@ -189,12 +189,18 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     before = facts_of([request])
     queue.waiting.append(request)
     said = queue.admit(request)
-    return {"it returns": said, "block table": request.block_table, **changes_of([request], before),
-            "running": queue.running, "waiting": queue.waiting,
-            "free queue": [*pool.free_queue], "pages that are counted once more": [
-                page for page in range(40) for _ in range(pool.ref_count[page] - (page in used))],
-            "it asks for the hash of": [f"page {i}" for i in asked if i >= (
-                prompt + generated - 1) // page_size] or "pages that may be found"}
+    found = {"it returns": said, "block table": request.block_table,
+             **changes_of([request], before), "running": queue.running, "waiting": queue.waiting,
+             "free queue": [*pool.free_queue], "pages that are counted once more": [
+                 page for page in range(40) for _ in range(pool.ref_count[page] - (page in used))],
+             "it asks for the hash of": [f"page {i}" for i in asked if i >= (
+                 prompt + generated - 1) // page_size] or "pages that may be found"}
+    if not said:
+        names.clear()
+        pool.free_queue.update(dict.fromkeys(range(20, 40)))
+        found["called again, when pages are free and none is found"] = [
+            queue.admit(request), request.block_table]
+    return found
 
 
 def cache_filled(prompt, generated, page_size, start, end):
