@@ -223,6 +223,12 @@ def layout_of(batch, *names, context_length=24):
         "tokens", "positions", "mask", "wanted")}
 
 
+def written(buffer):
+    """A cache's buffer to its last token, and how long it is."""
+    last = buffer.ne(0).any(dim=-1).any(dim=0).nonzero().flatten().tolist()[-1:]
+    return [buffer.size(-2), buffer[:, :1 + max(last, default=-1)]]
+
+
 def attended(batch, heads=2, size=3, least=0):
     """
     What `attend` gives in two layers, for made-up queries, keys and values, what is in the caches
@@ -246,7 +252,7 @@ def attended(batch, heads=2, size=3, least=0):
             buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
             found[f"layer {layer}, the cache of {request.name}"] = buffers and [
                 "nothing is written" if each is None else   # a batch axis of 1 is as good as none
-                each.reshape(-1, *each.shape[-2:]).tolist() for each in buffers]
+                written(each.reshape(-1, *each.shape[-2:])) for each in buffers]
     return found | plan_in(batch)
 
 
