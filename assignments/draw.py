@@ -30,7 +30,8 @@ def plans(rng, example):
     one, new, part, chunk, end, decode, again, half = kinds
     few = [[one, new], [decode, one], [decode, part], [new, chunk], [chunk, decode],
            [again, decode], [end, decode, chunk], [half, new, decode], [part, chunk, half]]
-    drawn = [[row(rng, 9) for _ in range(size)] for size in (4, 7, 14)]
+    drawn = [[row(rng, 9) for _ in range(size)] for size in (3, 7, 14)]
+    drawn[0].append({"prompt": 20, "computed": 15, "n": 5})
     return [*([each] for each in kinds), *few, *drawn, example]
 
 
@@ -45,12 +46,12 @@ def pool_of_pages(rng, number, moves):
             continue
         shared = [page for page in names if rng.random() < 0.4][:2]
         free = [page for page in free if page not in shared]
-        many = rng.randint(0, 2)
+        many = rng.randint(0, 3)
         taken, free = free[:many], free[many:]
         names = {page: name for page, name in names.items() if page not in taken}
         tables.append(shared + taken)
         for page in taken:
-            if rng.random() < 0.7:   # equal pages have one name
+            if rng.random() < 0.6:   # equal pages have one name
                 names[page] = rng.choice([f"h{move}.{page}"] * 3 + [*names.values()][:1])
     tables = [table for table in tables if table]
     return {"tables": tables, "free_queue": free, "ref_count": [

@@ -38,7 +38,7 @@ SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("
 KIT = "child.py", "compare.py", "probes.py"
 IGNORED = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
-SMALL = 3000   # letters of a case and its answer; larger ones are for grading
+SMALL = 6000   # letters of a case and its answer; larger ones are for grading
 
 
 # --- source ---------------------------------------------------------------------------------------

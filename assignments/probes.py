@@ -160,11 +160,9 @@ def places_of(batch, index):
     shape = batch.tokens.shape
     try:
         found = torch.arange(shape.numel()).view(shape)[index]
-        if found.dim() == 1:   # so x of shape (*shape, C) gives (R, C)
-            return found.tolist()
     except (IndexError, TypeError, RuntimeError):
-        pass
-    return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
+        return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
+    return found.tolist() if found.dim() == 1 else f"{tuple(found.shape)} places, not (R,)"
 
 
 def seen_of(batch):
@@ -179,17 +177,28 @@ def seen_of(batch):
     return see.expand(shape).flatten(0, -2) if see.dim() == len(shape) else None
 
 
+def plan_in(batch):
+    """The plan, and how far its requests have come: a pass that is laid out changes neither."""
+    return {"the plan": [[request, n] for request, n in batch.plan], **{
+        f"{request.name}'s lengths of prompt and answer, and computed": [
+            len(request.prompt), len(request.generated), request.computed]
+        for request, _ in batch.plan}}
+
+
 def layout_of(batch, *names, context_length=24):
     """
     What lay_out has set, token by token. names: which of "tokens", "positions", "mask", "wanted"
     and of further attributes. Pads: which tokens a row has there; positions that the model has.
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
-             for name in names if name in ("tokens", "positions")}
-    found["computed is unchanged"] = batch.starts == [each.computed for each, _ in batch.plan]
+             for name in names if name in ("tokens", "positions")} | plan_in(batch)
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
-    if "mask" in names and (see := seen_of(batch)) is None:
-        return {**found, "the mask": kind_of(getattr(batch, "mask", None))}
+    if "mask" in names:
+        see = seen_of(batch)
+        found["the mask"] = ("boolean, of its shape" if see is not None else
+                             kind_of(getattr(batch, "mask", None)))
+        if see is None:
+            return found
     pads, owner = {*range(len(tokens))}, {}
     for b, (request, n) in enumerate(batch.plan):
         slots = slots_of(batch, b)
@@ -221,6 +230,12 @@ def layout_of(batch, *names, context_length=24):
         "tokens", "positions", "mask", "wanted")}
 
 
+def written(buffer):
+    """A cache's buffer to its last token, and how long it is."""
+    last = buffer.ne(0).any(dim=-1).any(dim=0).nonzero().flatten().tolist()[-1:]
+    return [buffer.size(-2), buffer[:, :1 + max(last, default=-1)]]
+
+
 def attended(batch, heads=2, size=3):
     """
     What `attend` gives in two layers, for made-up queries, keys and values, what is in the caches
@@ -246,8 +261,8 @@ def attended(batch, heads=2, size=3):
             buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
             found[f"layer {layer}, the cache of {request.name}"] = buffers and [
                 "nothing is written" if each is None else   # a batch axis of 1 is as good as none
-                each.reshape(-1, *each.shape[-2:]).tolist() for each in buffers]
-    return found
+                written(each.reshape(-1, *each.shape[-2:])) for each in buffers]
+    return found | plan_in(batch)
 
 
 # --- what it takes --------------------------------------------------------------------------------
@@ -280,17 +295,20 @@ def devices_of(make, *names):
             asked = [each for each in leaves if isinstance(each, torch.device)]
             if function == torch.Tensor.device.__get__:
                 return there if is_there(args[0]) else here
-            on = there in asked if asked else any(map(is_there, tensors))
             name, wide = getattr(function, "__name__", ""), [each for each in tensors if each.dim()]
+            away = name == "cpu" or any(isinstance(each, str) and each == "cpu" for each in leaves)
+            on = not away and (there in asked if asked else any(map(is_there, tensors)))
             indexed = name == "__getitem__" and is_there(args[0])
             if not (asked or indexed or name in mixes) and len({*map(is_there, wide)}) > 1:
                 raise RuntimeError(f"{name}: all tensors must be on the same device")
             args, kwargs = tree_map(lambda each: here if isinstance(
                 each, torch.device) else each, (args, kwargs or {}))
             found = function(*args, **kwargs)
+            if name in ("to", "cpu"):   # elsewhere, it is another tensor
+                found = found.clone()
             for each in tree_leaves(found):
                 if isinstance(each, torch.Tensor):
-                    each.is_there = on and name != "cpu"
+                    each.is_there = on
             return found
 
     with Disguise():

@@ -185,6 +185,11 @@ def test_what_is_no_solution_gets_nothing_and_costs_no_other_part(body, tmp_path
      "(torch.tensor(due, dtype=torch.long, device=device), -1)", "(due, [T - 1] * len(due))"),
     (4, "d", "generate_ragged.py:Flat.skip", "return torch.cat(out, dim=-2)",
      "return torch.stack([t for each in out for t in each.unbind(1)], 1)"),
+    (4, "d", "generate_ragged.py:Flat.skip", "head(q[..., a:b, :], keys, values)",
+     "torch.nn.functional.scaled_dot_product_attention(q[None, :, a:b], keys[None], values[None], "
+     "torch.ones(b - a, keys.size(1)).tril(keys.size(1) - b + a).bool())[0]"),
+    (4, "c", "generate_ragged.py:Flat.lay_out", "self.block_diagonal().to(device)",
+     "(self.block_diagonal() & (self.positions.cpu() >= 0)[:, None]).to(device)"),
     (5, "a", "generate_paged.py:Paged.lay_out", "pages * page_size",
      "torch.tensor([int(page) for page in pages], device=device) * page_size"),
     (5, "d", "generate_prefix.py:PrefixScheduler.hash_of_page", "while len(known) <= i:",

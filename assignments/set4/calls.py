@@ -6,6 +6,8 @@ from beyond import prepacked
 from beyond.prepacked import Packed
 from generate_ragged import Flat
 
+STREAM = "tokens", "positions", "wanted", "starts", "ends", "cu_seqlens"
+
 
 def first_fit_decreasing(lengths, size):
     argument = list(lengths)
@@ -26,11 +28,13 @@ def packed_on_a_device():
 
 
 def flat(rows):
-    return layout_of(Flat(plan_of(rows)), "tokens", "positions", "wanted")
+    batch = Flat(plan_of(rows))
+    return {**layout_of(batch, *STREAM), "a mask, which is not needed": getattr(
+        batch, "mask", None) is not None}
 
 
 def flat_mask(rows):
-    return layout_of(Flat(plan_of(rows), None, "mask"), "tokens", "positions", "wanted", "mask")
+    return layout_of(Flat(plan_of(rows), None, "mask"), *STREAM, "mask")
 
 
 def flat_on_a_device():

@@ -12,9 +12,9 @@ PARTS = {   # points, what it is about, {function: its calls, those for "mask" w
     "d": (3, "attention", {f"{FLAT}attend": "varlen", f"{FLAT}skip": "varlen",
                            f"{FLAT}hide": "masked"})}
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
-# (1, 3, 3, 5), last fit and next fit (1, 2, 3)
-LENGTHS = (([], 5), ([5], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),
-           ([1, 1, 3, 2, 2], 5), ([4, 4, 4, 4], 8))
+# (1, 3, 3, 5), last fit and next fit (1, 2, 3), the best of several ways (2, 2, 3, 2, 2, 3)
+LENGTHS = (([], 5), ([1, 2], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),
+           ([1, 1, 3, 2, 2], 5), ([4, 4, 4, 4], 8), ([2, 2, 3, 2, 2, 3], 7))
 STREAM = [{"prompt": [5, 7], "generated": [9], "computed": 2, "n": 1},
           {"prompt": [4, 8, 6], "n": 2}, {"prompt": [1, 6, 3], "computed": 1, "n": 2}]
 
@@ -22,6 +22,7 @@ STREAM = [{"prompt": [5, 7], "generated": [9], "computed": 2, "n": 1},
 def packings(rng):
     drawn = [([rng.randint(1, size) for _ in range(n)], size)
              for n, size in ((5, 9), (9, 20), (12, 15), (40, 50), (80, 60))]
+    drawn.append(([rng.randint(1, 9) for _ in range(60)], 60))
     for lengths, size in (*LENGTHS, *drawn, ([2, 6, 3, 5, 1, 4], 7)):
         yield {"call": "first_fit_decreasing", "lengths": lengths, "size": size}
 

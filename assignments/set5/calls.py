@@ -54,7 +54,7 @@ def lay_out(plan, page_size, pool):
 
 def lay_out_on_a_device():
     plan = [{"prompt": 3, "n": 3, "pages": 2}, {"prompt": 4, "n": 4, "pages": 2}]
-    return devices_of(lambda device: paged(plan, 2, range(4), device), *DEVICE)
+    return devices_of(lambda device: paged(plan, 2, range(4), device), *HOST, *DEVICE)
 
 
 def paged_attention(lengths, page_size, pool, heads, size):
@@ -71,16 +71,23 @@ def paged_attention(lengths, page_size, pool, heads, size):
     table = torch.tensor([each + [0] * (most - len(each)) for each in tables])
     starts = torch.tensor([0, *accumulate(n for n, _ in lengths)])
     q, out = numbers(99, heads, int(starts[-1]), size), []
+    before = [t.clone() for t in (q, k, v)]
     spent = operations(lambda: out.append(generate_paged.paged_attention(
         q, k, v, starts, torch.tensor([keys for _, keys in lengths]), table)))
-    spent = max(spent, 4 * heads * size * sum(n * keys for n, keys in lengths))   # see probes.py
-    return {"shape and dtype": kind_of(out[0]), "the output": out[0], "operations": spent}
+    least = 4 * heads * size * sum(n * keys for n, keys in lengths)   # some ways are not counted
+    return {"shape and dtype": kind_of(out[0]), "the output": out[0],
+            "operations": max(spent, least), **{
+                f"{name} is unchanged": torch.allclose(*pair, 0, 0, equal_nan=True)
+                for name, *pair in zip(("q", "k_pages", "v_pages"), before, (q, k, v))}}
 
 
 def with_pool(call, pages, page_size, running, waiting):
-    queue = PagedScheduler(16, 64, pages, page_size)
+    queue, given = PagedScheduler(16, 64, pages, page_size), []
     queue.pool.counts["preemptions"] = 2   # so far
-    return in_queue(queue, running, waiting, lambda all: call(queue, all))
+    found = in_queue(queue, running, waiting,
+                     lambda all: given.append(queue.running) or call(queue, all))
+    return {**found, "running is the list that `schedule` walks through": (
+        given[0] is queue.running)}
 
 
 def admit(**state):
@@ -102,8 +109,9 @@ def in_pool(call, free_queue, ref_count, cached, hash_of, tables):
     pool.cached = {name: dict.fromkeys(pages) for name, pages in cached}
     pool.hash_of = dict(hash_of)
     return {"it returns": call(pool), "tables": tables, "free_queue": [*pool.free_queue],
-            "ref_count": pool.ref_count,
-            "cached": {name: [*pages] for name, pages in pool.cached.items()},
+            "free_queue is a": type(pool.free_queue).__name__, "ref_count": pool.ref_count,
+            "cached": {name: [*pages] if isinstance(pages, dict) else kind_of(pages)
+                       for name, pages in pool.cached.items()},
             "hash_of": pool.hash_of, "evicted_pages": pool.counts["evicted_pages"]}
 
 
@@ -138,11 +146,10 @@ def cache(page, name, **pool):
 
 
 def hash_of_page(tokens, page_size, pages, prompt=None):
-    """For one page after the other, of a request and of one that begins otherwise."""
+    """For one page after the other, of a request that grows, and of one that begins otherwise."""
     n = len(tokens) if prompt is None else prompt
-    schedulers = [PrefixScheduler(1, 1, 40, page_size) for _ in range(2)]   # hashes stay
-    A, B = requests_of([{"prompt": each[:n], "generated": each[n:]}
-                        for each in (tokens, [11, *tokens[1:]])])
+    scheduler = PrefixScheduler(1, 1, 40, page_size)
+    A, B = requests_of([{"prompt": each[:n]} for each in (tokens, [11, *tokens[1:]])])
     found, made = {}, []
 
     def sha256(given, real=generate_prefix.sha256):   # page_hash itself may be called by any name
@@ -151,12 +158,13 @@ def hash_of_page(tokens, page_size, pages, prompt=None):
 
     with patch.object(generate_prefix, "sha256", sha256):
         for call, i in enumerate(pages):
-            for request in A, B:
-                said = schedulers[call % 2].hash_of_page(request, i)
+            for request in A, B:   # the next page has begun
+                many = max(len(request.generated), (i + 1) * page_size + 1 - n)
+                request.generated = tokens[n:][:many]
+                said = scheduler.hash_of_page(request, i)
+                found[f"page_hashes of {request.name} hold it"] = said in request.page_hashes
                 found[f"call {call}, page {i} of {request.name}"] = said and said.hex()[:8]
                 found["page_hash is called again for the same page"] = len(made) - len({*made})
-                found["page_hashes keeps all"] = found.get("page_hashes keeps all", True) and (
-                    said in request.page_hashes)
     return found
 
 
@@ -182,12 +190,18 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     before = facts_of([request])
     queue.waiting.append(request)
     said = queue.admit(request)
-    return {"it returns": said, "block table": request.block_table, **changes_of([request], before),
-            "waiting, running": [queue.waiting, queue.running],
-            "free queue": [*pool.free_queue], "pages whose count has grown": [
-                page for page in range(40) for _ in range(pool.ref_count[page] - (page in used))],
-            "it asks for the hash of": [f"page {i}" for i in asked if i >= (
-                prompt + generated - 1) // page_size] or "pages that may be found"}
+    found = {"it returns": said, "block table": request.block_table,
+             **changes_of([request], before), "running": queue.running, "waiting": queue.waiting,
+             "free queue": [*pool.free_queue], "pages that are counted once more": [
+                 page for page in range(40) for _ in range(pool.ref_count[page] - (page in used))],
+             "it asks for the hash of": [f"page {i}" for i in asked if i >= (
+                 prompt + generated - 1) // page_size] or "pages that may be found"}
+    if not said:
+        names.clear()
+        pool.free_queue.update(dict.fromkeys(range(20, 40)))
+        found["called again, when pages are free and none is found"] = [
+            queue.admit(request), request.block_table]
+    return found
 
 
 def cache_filled(prompt, generated, page_size, start, end):

@@ -68,6 +68,8 @@ def states(rng):
     made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
     few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
         {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
+    for state in made[::3]:
+        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
     for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
         yield {"call": "make_room", "of": i, "n": n, "pages": pages, "page_size": 2,
                "running": few, "waiting": []}
@@ -77,16 +79,15 @@ def states(rng):
         todo = row["prompt"] + row["generated"] - row["computed"]
         n = todo if number % 2 else rng.randint(1, todo)
         yield {"call": "make_room", "of": i, "n": n, **state}
-    for state in made[::3]:
-        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
-    for pages in range(5):
-        for prompt, generated in (1, 0), (4, 0), (5, 0), (3, 2), (8, 0):
-            yield {"call": "admit", "pages": 2 + pages, "page_size": 4 - pages % 2, "running": [
-                {"prompt": 6, "computed": 6, "generated": 1, "pages": 2}],
-                "waiting": [{"prompt": prompt, "generated": generated}, {"prompt": 1}]}
+    for size, spare, prompt, generated in product((2, 3, 4), range(4), (1, 4, 5), (0, 3)):
+        row = {"prompt": 6, "computed": 6, "generated": 1, "pages": -(-6 // size)}
+        yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": size,
+               "running": [row] * 2, "waiting": [
+                   {"prompt": prompt, "generated": generated}, {"prompt": 1}]}
 
 
 def sharing(rng):
+    made = []
     yield {"call": "free", "table": 0, "free_queue": [4, 5], "tables": [[0, 1, 2], [0, 1, 3]],
            "ref_count": [2, 2, 1, 1, 0, 0], "cached": [["x", [0]], ["y", [1]], ["z", [3]]],
            "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
@@ -96,14 +97,18 @@ def sharing(rng):
         tables, free = [*state["tables"], []], len(state["free_queue"])
         state = {**state, "tables": tables, "table": rng.randrange(len(tables))}
         others = [page for page, _ in state["hash_of"] if page not in tables[state["table"]]]
-        yield {"call": "free", **state}
-        yield {"call": "allocate", "number": rng.randint(min(1, free), free), **state}
+        longest = max(range(len(tables)), key=lambda i: len(tables[i]))
         yield {"call": "share", "found": rng.sample(others, min(2, len(others))), **state}
+        yield {"call": "free", **state, "table": longest}
+        made.append({"call": "allocate", "number": rng.randint(min(1, free), free), **state})
         del state["table"]
         yield {"call": "forget", "page": rng.randrange(len(state["ref_count"])), **state}
+    yield from made   # it calls share and forget
 
 
 def finding(rng):
+    yield {"call": "find", "hashes": ["x"], "tables": [[0]], "free_queue": [1, 2], "ref_count": [
+        1, 0, 0], "cached": [["x", [2, 0]]], "hash_of": [[2, "x"], [0, "x"]]}
     for state in pools_of_pages(rng):
         names = [name for name, _ in state["cached"]]
         asked = [["x"], names, [*names, "x", *names], rng.sample(names, len(names))]
@@ -192,6 +197,8 @@ def audits(rng, part):
                "cached": [["x", [0]], ["y", [1]]], "hash_of": [[0, "x"], [1, "y"]]}
     for state in [*pools_of_pages(rng), example]:
         yield {"call": "audit", **state}
+        yield {"call": "audit", **state, **{   # in another order it is as right
+            name: state[name][::-1] for name in ("free_queue", "hash_of")}}
         for changed in corrupted(rng, state, part):
             yield {"call": "audit", **changed}
 

@@ -1,31 +1,32 @@
 """Set 6: runs one function on a case, and returns what it gives and changes."""
 from collections import Counter
+from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-from probes import numbers, plan_of, requests_of
+from probes import kind_of, numbers, plan_of, requests_of
 
 import generate_paged
 from beyond import speculative
 from model import GPT, GPTConfig
+from toolbox.trace import Trace
 
 ROOM = 10**6   # no model's limit
 
 
-def guess(prompt, generated, most):
-    """After each token."""
+def guess(prompt, generated, most, at_once=1):
+    """While tokens come, so many at once."""
     (request,), lookup = requests_of([{"prompt": prompt, "new": 99}], ROOM), speculative.Lookup()
     found = {}
-    for token in [None, *generated]:
-        if token is not None:
-            request.computed = len(request.tokens)
-            request.generated.append(token)
+    for end in range(0, len(generated) + 1, at_once):
+        request.computed = len(prompt) + end - 1 if end else 0
+        request.generated = generated[:end]
         known = list(request.tokens)
         said = lookup.guess(request, most)   # a list that it may use again
         found[f"the guess after {' '.join(map(str, known[-12:]))}"] = (
-            [*said] if isinstance(said, list) else said)
+            [*said] if isinstance(said, list) else kind_of(said))
         if request.tokens != known:
             return "it changes the request"
     return found
@@ -58,7 +59,7 @@ def draft(plan, token_budget, most, page_size, has=9):
 
     class Lookup:
         def guess(self, request, most):
-            asked.append((self, request.name))
+            asked.append((self, request))
             return list(range(1, min(most, has) + 1))
 
     pairs = plan_of(plan)
@@ -68,9 +69,12 @@ def draft(plan, token_budget, most, page_size, has=9):
     scheduler = SimpleNamespace(token_budget=token_budget, pool=pool)
     with patch.object(speculative, "Lookup", Lookup):
         found = [speculative.draft(pairs, scheduler, lookups, most) for _ in range(2)]
+    found = [{request: said.get(request, "nothing") for request, _ in pairs}
+             if isinstance(said, dict) else said for said in found]
     return {"it returns": found[0], "it returns, called again": found[1],
-            "a guess is asked of": [name for _, name in asked],
-            "lookups that are asked": len({lookup for lookup, _ in asked})}
+            "a guess is asked of": [request for _, request in asked],
+            "lookups that are asked": len({lookup for lookup, _ in asked}),
+            "lookups has them": all(lookups.get(request) is each for each, request in asked)}
 
 
 @cache
@@ -88,39 +92,55 @@ def model():
 def generate(requests, rights=None, page_size=24, **knobs):
     """
     rights: how many right guesses the first, second, ... draft of each request has, with a wrong
-    one behind them; a stand-in for `draft` knows them from a run without guesses. None: the
-    student's own draft and lookup.
+    one behind them; a stand-in for `draft` knows them from a run without guesses, and counts steps
+    in `lookups`. None: the student's own draft and lookup.
     """
     mine, alone = requests_of(requests), requests_of([
         {**row, "eos_token": None, "new": 99, "arrival": 0} for row in requests])
     generate_paged.generate(model(), alone, max_batch=len(alone), page_size=24)
     answers, drafts, told = {each.name: each.generated for each in alone}, Counter(), []
+    passes, inside, steps, forward_pass = [], [], Counter(), Trace.forward_pass
+
+    @contextmanager
+    def traced(*given):
+        with forward_pass(*given):
+            inside.append(1)
+            yield
+            inside.pop()
 
     def scripted(plan, scheduler, lookups, most):
         found = {request: [] for request, _ in plan}
+        steps["in all"] += 1
+        steps["in lookups"] = lookups["steps"] = lookups.get("steps", 0) + 1
         for request in found:
             if request.todo == 1:
+                room = len(request.block_table) * page_size - request.computed - 1
                 right = rights[drafts[request] % len(rights)]
                 drafts[request] += 1
                 rest = answers[request.name][len(request.generated):request.max_new_tokens][:-1]
                 wrong = [(token + 1) % 13 for token in rest[right:right + 1]]
-                found[request] = rest[:right] + wrong
+                found[request] = (rest[:right] + wrong)[:room]
         return found
 
-    passes = []
-    counting = model().register_forward_hook(lambda *_: passes.append(1))
+    counting = model().ln_f.register_forward_hook(lambda _, given, out: passes.append(
+        [len(out), bool(inside)]))   # behind what is wanted
     try:
-        with patch.object(speculative, "draft", speculative.draft if rights is None else scripted):
+        with patch.object(Trace, "forward_pass", traced), patch.object(
+                speculative, "draft", speculative.draft if rights is None else scripted):
             trace = speculative.generate(
                 model(), mine, page_size=page_size, **knobs,
-                on_token=lambda request, token, _: told.append([request.name, int(token)]))
+                on_token=lambda request, token, row: told.append(
+                    [request.name, int(token), int(row.argmax())]))
     finally:
         counting.remove()
     if trace is None:
         return None
     return {**{f"tokens and finish_reason of {each.name}": [each.generated, each.finish_reason]
-               for each in mine}, "on_token is told": told,
-            "passes, passes in the trace": [len(passes), len(trace.passes)],
+               for each in mine}, "on_token is told, with the most likely token": told,
+            "passes, passes in the trace": [
+                len(passes), min(len(trace.passes), sum(traced for _, traced in passes))],
+            "rows of logits of each pass": [many for many, _ in passes],
+            "steps in all, with the same lookups": [steps["in all"], steps["in lookups"]],
             "slots": sum(each.slots for each in trace.passes),
             "scores": sum(each.score_entries for each in trace.passes),
             "preemptions": trace.counts["preemptions"],

@@ -18,7 +18,8 @@ def lookups(rng):
         yield {"call": "guess", "prompt": prompt, "generated": generated, "most": most}
     for kinds in 2, 2, 3, 4, 6, 9:
         yield {"call": "guess", "prompt": [rng.randrange(kinds) for _ in range(rng.randint(1, 20))],
-               "generated": [rng.randrange(kinds) for _ in range(30)], "most": rng.randint(1, 6)}
+               "generated": [rng.randrange(kinds) for _ in range(30)], "most": rng.randint(1, 6),
+               "at_once": 1 + kinds % 3}
     yield {"call": "guess_for_two", "tokens": [1, 2, 3, 1, 2], "most": 2,
            "others": [7, 7, 1, 2, 9, 1, 2]}
     yield {"call": "guess_often", "number": 20_000, "kinds": rng.choice([89, 97, 101])}
@@ -28,10 +29,11 @@ def lookups(rng):
 def rooms(rng):
     kinds = [{**DECODE, "new": new, "pages": pages} for new, pages in (
         (9, 9), (1, 9), (2, 9), (3, 9), (9, 2), (9, 3))]
-    kinds += [{"prompt": 6, "computed": 1, "n": 3},
+    kinds += [{"prompt": 6, "computed": 1, "n": 3}, {"prompt": 6, "computed": 3, "n": 1},
               {"prompt": 20, "generated": 3, "computed": 22, "n": 1, "new": 9}]
     for plan in lists(rng, kinds)[1:]:
-        yield {"call": "draft", "plan": plan, "most": rng.randint(0, 6), "page_size": 3,
+        yield {"call": "draft", "plan": plan, "most": rng.randint(0, 6),
+               "page_size": rng.choice([3, 3, 4]),
                "token_budget": sum(each["n"] for each in plan) + rng.randint(0, 12),
                "has": rng.choice([1, 2, 9, 9])}
     ac = {"prompt": [1, 2, 3, 1, 2], "computed": 4, "n": 1}
@@ -56,11 +58,15 @@ def runs(rng):
                         temperature=0.9 * (i % 2)) for i in range(many)]
         yield {"call": "generate", "rights": [rng.randint(0, 3) for _ in range(4)],
                "token_budget": budget, "max_batch": 3, "requests": rows}
-    for page_size in 2, 4:   # with the lookup, and pages that are found again
+    # of the first one's pages, a wrong guess fills one, and a right one another: both are found
+    yield {"call": "generate", "rights": [0, 1, 3], "page_size": 4, "requests": [
+        {"prompt": [1, 2], "new": 12},
+        {"prompt": [1, 2, 8, 6, 8, 9, 5, 5, 1, 2, 5], "new": 2, "arrival": 20}]}
+    for page_size in 2, 4:   # with the lookup, pages that are found again, and preemptions
         stem = [rng.randrange(3) for _ in range(8)]
         rows = [{"prompt": stem + [i], "new": 10, "arrival": 4 * i} for i in range(3)]
         yield {"call": "generate", "page_size": page_size, "guesses": 3, "max_batch": 2,
-               "requests": rows}
+               "pages": {2: 9}.get(page_size), "requests": rows}
     yield {"call": "generate", "requests": [{"prompt": [1, 2, 3, 1, 2, 3], "new": 9}], "guesses": 0}
     yield {"call": "generate", "requests": [{"prompt": [1, 2, 3, 1, 2, 3], "new": 9}], "guesses": 4}
 
