@@ -106,24 +106,24 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "self.hash_of and page)", "free_queue: [2, 1, 3, 0], expected [1, 2, 3, 0]"),
     ("lay_out", 2, "[self.plan[i][0] for i in due]", "{self.plan[i][0] for i in due}", "a set"),
     ("lay_out", 2, "due = indices_due(self.plan)", "due = indices_due(self.plan)\n    "
-     "self.plan[0][0].computed += 1", "computed is unchanged: False, expected True"),
+     "self.plan[0][0].computed += 1", "and computed: [1, 0, 1], expected [1, 0, 0]"),
     ("lay_out", 3, "page_size = self.pool.page_size", "page_size = 4", "not yet. lay_out, with "),
     ("admit", 3, "request.block_table = []", "request.block_table = ()", "(), expected 0"),
     ("admit", 3, "request.block_table = []", "request.block_table = globals().setdefault("
-     "'one', [])", "B's pages becomes: 1, expected 0"),
+     "'one', [])", "pages becomes: 1, expected 0"),
     ("preempt", 3, "self.free(request)", "request.block_table = request.block_table",
      "A's pages becomes: what it was, expected None"),
     ("hash_of_page", 4, "known[-1] if known else b\"\"", "b\"\"", "a page were known by its own"),
-    ("hash_of_page", 4, "known = request.page_hashes", "known = []", "called again"),
+    ("hash_of_page", 4, "known = request.page_hashes", "known = []", "hold it: False"),
     ("hash_of_page", 4, "known = request.page_hashes",
      "known = vars(self).setdefault(request.name, [])",
      "as if hashes were kept with the scheduler, not with the request"),
     ("make_room", 3, "self.pool.allocate(request.block_table, more)", "self.pool.allocate("
      "request.block_table, more)\n    request.block_table.reverse()", "pages stay where they are"),
     ("preempt", 3, '["preemptions"] += 1', '["preemptions"] = 1', "preemptions: 1, expected 3"),
-    ("admit", 3, "self.pool.needed(request.todo)", "-(-request.todo // 4)", "page_size 3"),
+    ("admit", 3, "self.pool.needed(request.todo)", "-(-request.todo // 4)", "page_size 2"),
     ("admit", 4, "self.pool.share(request.block_table, found)", "self.pool.share([], found)\n    "
-     "self.pool.share(request.block_table, found)", "pages whose count has grown"),
+     "self.pool.share(request.block_table, found)", "pages that are counted once more"),
 ])
 def test_the_judge_names_what_is_wrong(name, step, old, new, said, capsys):
     with patch.object(capstone, "limited", lambda _, real=capstone.limited: real(1)):
