@@ -72,7 +72,7 @@ def facts_of(requests):
     return [{"prompt": [*request.prompt], "generated": [*request.generated],
              "computed": request.computed, "max_new_tokens": request.max_new_tokens,
              "finish_reason": request.finish_reason, "arrival": request.arrival,
-             "cache": cache_of(request), "page_hashes": len(request.page_hashes),
+             "cache": cache_of(request, requests), "page_hashes": len(request.page_hashes),
              "pages": "none" if request.block_table is None else len(request.block_table)}
             for request in requests]
 
@@ -99,7 +99,8 @@ def in_queue(queue, running, waiting, call):
             cache_for(request)
     before = facts_of(requests)
     found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
-             "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
+             "they are a": f"{type(queue.running).__name__} and a {type(queue.waiting).__name__}",
+             **changes_of(requests, before)}
     if hasattr(queue, "pool"):
         found["preemptions"] = queue.pool.counts["preemptions"]
         found["free pages"] = len(queue.pool.free_queue)
@@ -109,10 +110,12 @@ def in_queue(queue, running, waiting, call):
     return found
 
 
-def cache_of(request):
+def cache_of(request, requests):
     if request.kv is None:
         return "none"
-    return f"{getattr(request.kv, 'its', 'a new one')}, of {getattr(request.kv, 'capacity', 'no')}"
+    shared = ", shared" * ([each.kv for each in requests].count(request.kv) > 1)
+    its, capacity = getattr(request.kv, "its", "a new one"), getattr(request.kv, "capacity", "no")
+    return f"{its}, of {capacity}{shared}"
 
 
 def page_faults(tables, free, number):
@@ -152,9 +155,12 @@ def places_of(batch, index):
     import torch
     shape = batch.tokens.shape
     try:
-        return torch.arange(shape.numel()).view(shape)[index].flatten().tolist()
+        found = torch.arange(shape.numel()).view(*shape, 1).expand(*shape, 2)[index]
     except (IndexError, TypeError, RuntimeError):
         return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
+    if found.dim() == 2 and found.size(1) == 2:
+        return found[:, 0].tolist()
+    return f"{tuple(found.shape)} of x {(*shape, 2)}, where R tokens would be (R, 2)"
 
 
 def seen_of(batch):
@@ -217,10 +223,10 @@ def attended(batch, heads=2, size=3):
     """
     import torch
     torch.use_deterministic_algorithms(True, warn_only=True)   # fills empty tensors with NaN
-    *rows, T = batch.tokens.shape
-    found = {}
+    (*rows, T), requests = batch.tokens.shape, [request for request, _ in batch.plan]
+    found, known = {}, facts_of(requests)
     for i, layer in enumerate(LAYERS):
-        given = numbers(9 + i, 3, *rows, heads, T, size)
+        given = numbers(9 + i, 3, *rows, T, heads, size).transpose(-3, -2)   # as the model gives it
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
         found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
@@ -229,12 +235,13 @@ def attended(batch, heads=2, size=3):
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
             found |= {f"layer {layer}, the output for {request.name}": flat[slots_of(batch, b)]
                       for b, (request, _) in enumerate(batch.plan)}
+            found["all of the output is finite"] = bool(out[0].isfinite().all())   # of pads, too
         for request, _ in batch.plan if heads else ():
             buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
             found[f"layer {layer}, the cache of {request.name}"] = buffers and [
                 "nothing is written" if each is None else   # a batch axis of 1 is as good as none
                 each.reshape(-1, *each.shape[-2:]).tolist() for each in buffers]
-    return found
+    return found | changes_of(requests, known)
 
 
 # --- what it takes --------------------------------------------------------------------------------
@@ -255,7 +262,8 @@ def devices_of(make, *names):
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves, tree_map
-    there, here, mixes = torch.device("meta"), torch.device("cpu"), ("__setitem__", "copy_")
+    there, here = torch.device("meta"), torch.device("cpu")
+    mixes = "__setitem__", "copy_", "to", "type_as"
 
     def is_there(tensor):
         return getattr(tensor, "is_there", False)

@@ -17,9 +17,11 @@ class Hooked(Scheduler):
 
     def admit(self, request):
         self.asked.append(f"admit {request.name}")
-        if getattr(request, "refused", False):
+        finds = getattr(request, "finds", 0)
+        if getattr(request, "refused", False) or self.room is not None and (
+                request.todo - finds > self.room):   # so make_room will succeed
             return False
-        request.computed = getattr(request, "finds", 0)
+        request.computed = finds
         return True
 
     def make_room(self, request, n):
@@ -43,9 +45,9 @@ def schedule(step, running, waiting, **limits):
     def call(requests):
         try:
             return queue.schedule(step)
+        except (NotImplementedError, RecursionError):   # are RuntimeErrors, too
+            raise
         except RuntimeError as error:
-            if type(error) is not RuntimeError:   # NotImplementedError is one, too
-                raise
             return "a RuntimeError that names " + (" and ".join(
                 each.name for each in requests if str(each) in str(error)) or "nobody")
 
@@ -73,7 +75,8 @@ def admit(max_kv_tokens, running, newcomer, times=1):
     """times: so often a newcomer is admitted, after those that ran have left."""
     queue, found = Scheduler(40, 64, max_kv_tokens), []
     for _ in range(times):
-        found.append(in_queue(queue, running, [newcomer], lambda all: queue.admit(all[-1])))
+        found.append(in_queue(queue, running, [newcomer, {"prompt": 2, "new": 1}],
+                              lambda all: queue.admit(all[-2])))
     return found[0] if times == 1 else found
 
 
@@ -81,7 +84,7 @@ def release(running):
     queue, freed = Scheduler(40, 64), []
     free = queue.free
     queue.free = lambda each: freed.append(each.name) or free(each)
-    found = in_queue(queue, running, [], lambda _: queue.release())
+    found = in_queue(queue, running, [{"prompt": 2}], lambda _: queue.release())
     return {**found, "free is called for": sorted(freed)}
 
 
