@@ -99,7 +99,7 @@ def in_queue(queue, running, waiting, call):
             cache_for(request)
     before = facts_of(requests)
     found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
-             "they are a": f"{type(queue.running).__name__} and a {type(queue.waiting).__name__}",
+             "types": [type(each).__name__ for each in (queue.running, queue.waiting)],
              **changes_of(requests, before)}
     if hasattr(queue, "pool"):
         found["preemptions"] = queue.pool.counts["preemptions"]
@@ -136,7 +136,8 @@ def kind_of(value):
     """Shape and dtype of a tensor, in words; or what else it is."""
     if isinstance(value, tuple):
         return f"({', '.join(map(kind_of, value))})"
-    if not hasattr(value, "dtype"):
+    import torch
+    if not torch.is_tensor(value):
         return f"a {type(value).__name__}"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
@@ -160,7 +161,7 @@ def places_of(batch, index):
         return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
     if found.dim() == 2 and found.size(1) == 2:
         return found[:, 0].tolist()
-    return f"{tuple(found.shape)} of x {(*shape, 2)}, where R tokens would be (R, 2)"
+    return f"x{(*shape, 2)}[wanted] is {tuple(found.shape)}, where R tokens are (R, 2)"
 
 
 def seen_of(batch):
@@ -172,7 +173,8 @@ def seen_of(batch):
     *rows, T = batch.tokens.shape
     see = torch.ones(T, mask.size(-1), dtype=torch.bool).tril(mask.size(-1) - T) & mask
     shape = (*rows, *[1] * len(rows), T, mask.size(-1))
-    return see.expand(shape).flatten(0, -2) if see.dim() == len(shape) else None
+    fits = see.dim() == len(shape) and all(a in (1, b) for a, b in zip(see.shape, shape))
+    return see.expand(shape).flatten(0, -2) if fits else None
 
 
 def layout_of(batch, *names, context_length=24):
@@ -182,12 +184,20 @@ def layout_of(batch, *names, context_length=24):
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
              for name in names if name in ("tokens", "positions")}
+    if len({*map(kind_of, (batch.tokens, batch.positions))}) > 1:
+        return found   # which says it
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
-    if "mask" in names and (see := seen_of(batch)) is None:
-        return {**found, "the mask": kind_of(getattr(batch, "mask", None))}
+    if "mask" in names:
+        see = seen_of(batch)
+        found["the mask"] = f"boolean, for {see.size(-1)} keys" if see is not None else kind_of(
+            getattr(batch, "mask", None))
+        if see is None:
+            return found
     pads, owner = {*range(len(tokens))}, {}
     for b, (request, n) in enumerate(batch.plan):
         slots = slots_of(batch, b)
+        if not pads.issuperset(slots):
+            return found   # whose shapes are wrong
         pads -= {*slots}
         owner |= {slot: f"token {t} of {request.name}" for t, slot in enumerate(slots)}
         if n and "tokens" in names:

@@ -73,6 +73,6 @@ def cases(rng):
             {"call": "lay_out", "names": names, "rows": rows} for rows in plans(rng, EXAMPLE))]
     made["f"] = [{"call": "attend", "rows": rows, "heads": 2 + i % 2, "size": 3 - i % 2,
                   **layout(rows)} for i, rows in enumerate(plans(rng, EXAMPLE))]
-    made["f"].insert(0, {"call": "attend_on_a_device"})
-    made["g"] += [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]
+    made["f"].append({"call": "attend_on_a_device"})
+    made["g"][:0] = [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]
     return dict(sorted(made.items()))

@@ -56,17 +56,19 @@ def admissions(rng):
     for prompts in lists(rng, (2, 3)):
         new = rng.choice((4, 4, 30))   # for 30 there are no positions: it may take up to 24
         most = sum(prompt + 1 for prompt in prompts) + min(3 + new, 24) + rng.randint(-1, 1)
-        yield {"call": "admit", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": new},
-               "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts]}
+        yield {"call": "admit", "max_kv_tokens": most,
+               "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts],
+               "waiting": [{"prompt": 4, "new": new}, {"prompt": 3, "new": 1}]}
     b = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}
-    yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "newcomer": {
-        "prompt": 1, "new": 2}}
-    yield {"call": "admit", "max_kv_tokens": 12, "running": [], "newcomer": b, "times": 3}
+    yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "waiting": [
+        {"prompt": 1, "new": 2}]}
+    yield {"call": "admit", "max_kv_tokens": 12, "running": [], "waiting": [b], "times": 3}
 
 
 def steps(rng):
     for ends in lists(rng, (None, None, "stop", "length", "cancelled")):
-        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in ends]}
+        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in ends],
+               "waiting": [{"prompt": 2}]}
     rows = [{**DECODE, "n": 1}, {**DECODE, "n": 0}, {"prompt": 3, "n": 1}, {"prompt": 3, "n": 3},
             {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}, {**DECODE, "eos_token": 7, "n": 1}]
     example = [{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}]
