@@ -71,13 +71,8 @@ def size_of(value):
     return abs(value) if isinstance(value, float) and math.isfinite(value) else 0.0
 
 
-def same(a, b, room, key=""):
-    """
-    Whether `a` equals what is right: floats up to `room`, yes and no in any form. To need fewer
-    operations is right, too.
-    """
-    if key == "operations" and type(a) is type(b) is int:
-        return 0 <= a <= b
+def same(a, b, room):
+    """Whether `a` equals what is right: floats up to `room`, yes and no in any form."""
     if isinstance(b, bool):
         return type(a) in (bool, int, type(None)) and bool(a) == b
     if isinstance(a, bool):
@@ -85,7 +80,7 @@ def same(a, b, room, key=""):
     if isinstance(a, (int, float)) and isinstance(b, float):
         return abs(a - b) <= room or a == b or math.isnan(a) and math.isnan(b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], room, key) for key in b)
+        return a.keys() == b.keys() and all(same(a[key], b[key], room) for key in b)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(same(x, y, room) for x, y in zip(a, b))
     return type(a) is type(b) and a == b
@@ -104,7 +99,7 @@ def difference(got, right, room, where=""):
     if isinstance(got, dict) and isinstance(right, dict):
         for key in [*right, *got]:
             a, b = got.get(key, "nothing"), right.get(key, "nothing")
-            if not same(a, b, room, key):
+            if not same(a, b, room):
                 return difference(a, b, room, f"{where}, {key}" if where else key)
     if isinstance(got, list) and isinstance(right, list) and len(words(right)) > 60:
         if len(got) != len(right):
