@@ -1,4 +1,6 @@
 """Set 3: runs one function on a case, and returns what it gives and changes."""
+import math
+
 from probes import changes_of, facts_of, in_queue, plan_of, requests_of
 
 import request
@@ -7,19 +9,18 @@ from scheduler import Scheduler
 
 class Hooked(Scheduler):
     """
-    What schedule asks. `admit` refuses those that are `refused`, and the others find `finds` tokens
-    computed already. There is memory for `room` new tokens in a step. None: for all.
+    What schedule asks. There is memory for `room` new tokens in a step. `admit` refuses those that
+    are `refused` or too long for it; the others find `finds` tokens computed already.
     """
 
-    def __init__(self, max_batch, token_budget, room=None):
+    def __init__(self, max_batch, token_budget, room=math.inf):
         super().__init__(max_batch, token_budget)
         self.room, self.asked = room, []
 
     def admit(self, request):
         self.asked.append(f"admit {request.name}")
         finds = getattr(request, "finds", 0)
-        if getattr(request, "refused", False) or self.room is not None and (
-                request.todo - finds > self.room):   # so make_room will succeed
+        if getattr(request, "refused", False) or request.todo - finds > self.room:
             return False
         request.computed = finds
         return True
@@ -27,15 +28,14 @@ class Hooked(Scheduler):
     def make_room(self, request, n):
         if n > 0:   # for nothing there is room
             self.asked.append(f"make_room {request.name} {n}")
-        while self.room is not None and n > self.room:
+        while n > self.room:
             victim = self.running[-1]
             self.running.remove(victim)
             self.waiting.appendleft(victim)
             self.room += 2   # of what it had
             if victim is request:
                 return False
-        if self.room is not None:
-            self.room -= n
+        self.room -= n
         return True
 
 
