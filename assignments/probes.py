@@ -177,13 +177,21 @@ def seen_of(batch):
     return see.expand(shape).flatten(0, -2) if fits else None
 
 
+def plan_in(batch):
+    """The plan, and how far its requests have come: a pass that is laid out changes neither."""
+    return {"the plan": [[request, n] for request, n in batch.plan], **{
+        f"{request.name}'s lengths of prompt and answer, and computed": [
+            len(request.prompt), len(request.generated), request.computed]
+        for request, _ in batch.plan}}
+
+
 def layout_of(batch, *names, context_length=24):
     """
     What lay_out has set, token by token. names: which of "tokens", "positions", "mask", "wanted"
     and of further attributes. Pads: which tokens a row has there; positions that the model has.
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
-             for name in names if name in ("tokens", "positions")}
+             for name in names if name in ("tokens", "positions")} | plan_in(batch)
     if len({*map(kind_of, (batch.tokens, batch.positions))}) > 1:
         return found   # which says it
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
@@ -226,20 +234,20 @@ def layout_of(batch, *names, context_length=24):
         "tokens", "positions", "mask", "wanted")}
 
 
-def attended(batch, heads=2, size=3):
+def attended(batch, heads=2, size=3, least=0):
     """
     What `attend` gives in two layers, for made-up queries, keys and values, what is in the caches
-    then, and how many operations it takes. Empty memory is NaN, which nothing may read.
+    then, and how many operations it takes, or `least`. Empty memory is NaN, which nothing may read.
     """
     import torch
     torch.use_deterministic_algorithms(True, warn_only=True)   # fills empty tensors with NaN
-    (*rows, T), requests = batch.tokens.shape, [request for request, _ in batch.plan]
-    found, known = {}, facts_of(requests)
+    *rows, T = batch.tokens.shape
+    found = {}
     for i, layer in enumerate(LAYERS):
         given = numbers(9 + i, 3, *rows, T, heads, size).transpose(-3, -2)   # as the model gives it
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
-        found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
+        found |= {"shape and dtype": kind_of(out[0]), "operations": max(spent, least),
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
@@ -251,7 +259,7 @@ def attended(batch, heads=2, size=3):
             found[f"layer {layer}, the cache of {request.name}"] = buffers and [
                 "nothing is written" if each is None else   # a batch axis of 1 is as good as none
                 each.reshape(-1, *each.shape[-2:]).tolist() for each in buffers]
-    return found | changes_of(requests, known)
+    return found | plan_in(batch)
 
 
 # --- what it takes --------------------------------------------------------------------------------

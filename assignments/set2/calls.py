@@ -101,7 +101,8 @@ class LaidOut(Rectangle):
 def attend(rows, P, T, mask, heads, size):
     plan = plan_of(rows)
     fill(plan, heads, size)
-    return attended(LaidOut(plan, P, T, mask), heads, size)
+    least = 4 * len(rows) * heads * size * T * (P + T)   # of the rectangle; less will do
+    return attended(LaidOut(plan, P, T, mask), heads, size, least)
 
 
 def attend_on_a_device():
