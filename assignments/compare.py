@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from itertools import zip_longest
 from pathlib import Path
 
@@ -30,18 +31,20 @@ def ask(folder, cases, seconds, gigabytes, quiet=True):
     """
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "SYSTEMROOT") if name in os.environ}
     command = [sys.executable, "-E", "-P", "-B", Path(folder, "kit", "child.py").resolve(), folder]
-    try:
-        done = subprocess.run(
-            [*command, str(seconds), str(gigabytes)], input=json.dumps(cases).encode(),
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if quiet else None, cwd=folder,
-            timeout=20 * seconds, env={**kept, "OMP_NUM_THREADS": "1"})
-        lines = done.stdout
-        over = done.returncode == -getattr(signal, "SIGXCPU", 0) != 0
-        ended = (f"takes more than {seconds} seconds of CPU time" if over else
-                 f"ends the process (status {done.returncode})")
-    except subprocess.TimeoutExpired as stopped:
-        lines, ended = stopped.stdout or b"", f"waits for more than {20 * seconds} seconds"
-    return [*map(read, lines.decode("utf-8", "replace").splitlines()[:len(cases)])], ended
+    with tempfile.TemporaryFile() as out:   # which has a limit of size; a pipe has none
+        try:
+            done = subprocess.run(
+                [*command, str(seconds), str(gigabytes)], input=json.dumps(cases).encode(),
+                stdout=out, stderr=subprocess.DEVNULL if quiet else None, cwd=folder,
+                timeout=20 * seconds, env={**kept, "OMP_NUM_THREADS": "1"})
+            over = done.returncode == -getattr(signal, "SIGXCPU", 0) != 0
+            ended = (f"takes more than {seconds} seconds of CPU time" if over else
+                     f"ends the process (status {done.returncode})")
+        except subprocess.TimeoutExpired:
+            ended = f"waits for more than {20 * seconds} seconds"
+        out.seek(0)
+        lines = out.read().split(b"\n", len(cases))[:-1]
+    return [read(line.decode("utf-8", "replace")) for line in lines], ended
 
 
 def read(line):
@@ -55,7 +58,7 @@ def read(line):
                           "way": [[str(file), int(line), str(text)]
                                   for file, line, text in error["way"]],
                           "loading": "loading" in error}}
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return {"value": "nothing"}
 
 

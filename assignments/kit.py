@@ -36,7 +36,8 @@ from lab.checks.edits import EditError  # noqa: E402
 SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("*.py"))),
            "beyond/__init__.py")   # what every set's code imports
 KIT = "child.py", "compare.py", "probes.py"
-IGNORED = shutil.ignore_patterns(".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
+IGNORED = shutil.ignore_patterns(
+    "kit", ".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
 SMALL = 6000   # letters of a case and its answer; larger ones are for grading
 
@@ -157,34 +158,46 @@ def small(made):
             "mistakes": mistakes}
 
 
+def left_out(folder, names):
+    """What is not copied: a link would let a student's file be one of ours, or ours replace it."""
+    paths = [Path(folder, name) for name in names]
+    return {*IGNORED(folder, names), *(path.name for path in paths if path.is_symlink() or not (
+        path.is_file() or path.is_dir()))}
+
+
 def graded(number, folder, secret):
     """{part: what is wrong with it, or None} of a student's folder."""
     said = {}
     for part, cases in drawn(number, f"{secret} {number} {folder.name}").items():
         mine, made, lines = parts_of(number)[part][2], files_of(number), {}
-        try:
-            for file in {function.split(":")[0] for function in mine}:
-                others = [each.split(":")[1] for each in functions_of(number)
-                          if each.startswith(f"{file}:") and each not in mine]
-                theirs = (folder / file).read_text("utf-8-sig")
-                compile(theirs, file, "exec")
-                made[file] = pasted(theirs, made[file], others)
-                lines[file] = theirs.count("\n") + 1
-        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-            said[part] = f"{file} cannot be read: {' '.join(str(error).split())}"
-            continue
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-            work = Path(place).resolve() / "work"
-            shutil.copytree(folder, work, symlinks=True, ignore=IGNORED)
-            write(work, made)
+            work, file = Path(place).resolve() / "work", "the folder"
+            try:
+                shutil.copytree(folder, work, ignore=left_out)
+                for file in {function.split(":")[0] for function in mine}:
+                    others = [each.split(":")[1] for each in functions_of(number)
+                              if each.startswith(f"{file}:") and each not in mine]
+                    theirs = (work / file).read_text("utf-8-sig")
+                    compile(theirs, file, "exec")
+                    made[file] = pasted(theirs, made[file], others)
+                    lines[file] = theirs.count("\n") + 1
+                file = "the folder"
+                write(work, made)
+            except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+                said[part] = f"{file} cannot be read: {getattr(error, 'strerror', '') or error}"
+                continue
 
             def theirs(file, line):   # of ours that stands behind theirs, nothing is said
                 name = Path(file).relative_to(work).as_posix() if work in Path(file).parents else ""
                 return name if line <= lines.get(name, 0) or name not in made else None
 
-            said[part] = fault(record(number, part, cases), *ask(work, cases, *limits(number)),
-                               theirs)
-    return said
+            given = ask(work, cases, *limits(number))   # before there is any right answer
+            try:
+                said[part] = fault(record(number, part, cases), *given, theirs)
+            except (RecursionError, OverflowError):
+                said[part] = "what it gives is too deep or too large to be compared"
+    return {part: each and "".join(letter if letter.isprintable() else " " for letter in each)
+            for part, each in said.items()}   # in a line, whatever code gives
 
 
 def line_of(number, folder, said):

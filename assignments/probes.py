@@ -72,7 +72,7 @@ def facts_of(requests):
     return [{"prompt": [*request.prompt], "generated": [*request.generated],
              "computed": request.computed, "max_new_tokens": request.max_new_tokens,
              "finish_reason": request.finish_reason, "arrival": request.arrival,
-             "cache": cache_of(request), "page_hashes": len(request.page_hashes),
+             "cache": cache_of(request, requests), "page_hashes": len(request.page_hashes),
              "pages": len(request.block_table) if isinstance(request.block_table, list) else
              str(request.block_table)}
             for request in requests]
@@ -100,7 +100,8 @@ def in_queue(queue, running, waiting, call):
             cache_for(request)
     before, tables = facts_of(requests), [[*(each.block_table or [])] for each in requests]
     found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
-             "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
+             "types": [type(each).__name__ for each in (queue.running, queue.waiting)],
+             **changes_of(requests, before)}
     if hasattr(queue, "pool"):
         found["preemptions"] = queue.pool.counts["preemptions"]
         found["free pages"] = len(queue.pool.free_queue)
@@ -116,10 +117,12 @@ def in_queue(queue, running, waiting, call):
     return found
 
 
-def cache_of(request):
+def cache_of(request, requests):
     if request.kv is None:
         return "none"
-    return f"{getattr(request.kv, 'its', 'a new one')}, of {getattr(request.kv, 'capacity', 'no')}"
+    shared = ", shared" * ([each.kv for each in requests].count(request.kv) > 1)
+    its, capacity = getattr(request.kv, "its", "a new one"), getattr(request.kv, "capacity", "no")
+    return f"{its}, of {capacity}{shared}"
 
 
 def page_faults(tables, free, number):
@@ -140,7 +143,8 @@ def kind_of(value):
     """Shape and dtype of a tensor, in words; or what else it is."""
     if isinstance(value, tuple):
         return f"({', '.join(map(kind_of, value))})"
-    if not hasattr(value, "dtype"):
+    import torch
+    if not torch.is_tensor(value):
         return f"a {type(value).__name__}"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
@@ -159,10 +163,12 @@ def places_of(batch, index):
     import torch
     shape = batch.tokens.shape
     try:
-        found = torch.arange(shape.numel()).view(shape)[index]
+        found = torch.arange(shape.numel()).view(*shape, 1).expand(*shape, 2)[index]
     except (IndexError, TypeError, RuntimeError):
         return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
-    return found.tolist() if found.dim() == 1 else f"{tuple(found.shape)} places, not (R,)"
+    if found.dim() == 2 and found.size(1) == 2:
+        return found[:, 0].tolist()
+    return f"x{(*shape, 2)}[wanted] is {tuple(found.shape)}, where R tokens are (R, 2)"
 
 
 def seen_of(batch):
@@ -174,7 +180,8 @@ def seen_of(batch):
     *rows, T = batch.tokens.shape
     see = torch.ones(T, mask.size(-1), dtype=torch.bool).tril(mask.size(-1) - T) & mask
     shape = (*rows, *[1] * len(rows), T, mask.size(-1))
-    return see.expand(shape).flatten(0, -2) if see.dim() == len(shape) else None
+    fits = see.dim() == len(shape) and all(a in (1, b) for a, b in zip(see.shape, shape))
+    return see.expand(shape).flatten(0, -2) if fits else None
 
 
 def plan_in(batch):
@@ -192,16 +199,20 @@ def layout_of(batch, *names, context_length=24):
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
              for name in names if name in ("tokens", "positions")} | plan_in(batch)
+    if len({*map(kind_of, (batch.tokens, batch.positions))}) > 1:
+        return found   # which says it
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
     if "mask" in names:
         see = seen_of(batch)
-        found["the mask"] = ("boolean, of its shape" if see is not None else
-                             kind_of(getattr(batch, "mask", None)))
+        found["the mask"] = f"boolean, for {see.size(-1)} keys" if see is not None else kind_of(
+            getattr(batch, "mask", None))
         if see is None:
             return found
     pads, owner = {*range(len(tokens))}, {}
     for b, (request, n) in enumerate(batch.plan):
         slots = slots_of(batch, b)
+        if not pads.issuperset(slots):
+            return found   # whose shapes are wrong
         pads -= {*slots}
         owner |= {slot: f"token {t} of {request.name}" for t, slot in enumerate(slots)}
         if n and "tokens" in names:
@@ -236,27 +247,26 @@ def written(buffer):
     return [buffer.size(-2), buffer[:, :1 + max(last, default=-1)]]
 
 
-def attended(batch, heads=2, size=3):
+def attended(batch, heads=2, size=3, least=0):
     """
     What `attend` gives in two layers, for made-up queries, keys and values, what is in the caches
-    then, and how many operations it takes. Empty memory is NaN, which nothing may read.
+    then, and how many operations it takes, or `least`. Empty memory is NaN, which nothing may read.
     """
     import torch
     torch.use_deterministic_algorithms(True, warn_only=True)   # fills empty tensors with NaN
     *rows, T = batch.tokens.shape
     found = {}
     for i, layer in enumerate(LAYERS):
-        given = numbers(9 + i, 3, *rows, heads, T, size)
+        given = numbers(9 + i, 3, *rows, T, heads, size).transpose(-3, -2)   # as the model gives it
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
-        least = sum(n * (each.computed + n) for each, n in batch.plan)   # scores
-        spent = max(spent, 4 * heads * size * least)   # torch does not count all of einsum's
-        found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
+        found |= {"shape and dtype": kind_of(out[0]), "operations": max(spent, least),
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
             found |= {f"layer {layer}, the output for {request.name}": flat[slots_of(batch, b)]
                       for b, (request, _) in enumerate(batch.plan)}
+            found["all of the output is finite"] = bool(out[0].isfinite().all())   # of pads, too
         for request, _ in batch.plan if heads else ():
             buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
             found[f"layer {layer}, the cache of {request.name}"] = buffers and [
@@ -283,7 +293,8 @@ def devices_of(make, *names):
     import torch
     from torch.overrides import TorchFunctionMode
     from torch.utils._pytree import tree_leaves, tree_map
-    there, here, mixes = torch.device("meta"), torch.device("cpu"), ("__setitem__", "copy_")
+    there, here = torch.device("meta"), torch.device("cpu")
+    mixes = "__setitem__", "copy_", "to", "type_as"
 
     def is_there(tensor):
         return getattr(tensor, "is_there", False)

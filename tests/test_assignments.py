@@ -23,6 +23,7 @@ import kit  # noqa: E402
 
 SETS = functions.SETS if THOROUGH else [3]   # which needs no torch
 SCHEDULE = "scheduler.py:Scheduler.schedule"
+FORWARD = "model.py:Head.forward"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
 drawn = cache(lambda number: functions.drawn(number, "s"))
 record = cache(lambda number, part: functions.record(number, part, drawn(number)[part]))
@@ -129,7 +130,7 @@ gone, left = before != self.running, self.token_budget - sum(n for _, n in plan)
             SCHEDULE, """from helper import share
 left, plan, many = self.token_budget, [], len(self.running)
 for request in self.running:
-    if self.make_room(request, share(request, left)):
+    if left and self.make_room(request, share(request, left)):
         plan.append((request, share(request, left)))
         left -= plan[-1][1]
 gone = len(self.running) < many
@@ -143,7 +144,7 @@ FIRST = (ROOT / "scheduler.py").read_text().splitlines().index("    def schedule
 WRONG = {   # the body of schedule: what is said
     "import pytest; pytest.skip('later')": "raises Skipped: later",
     "import os; os._exit(0)": "ends the process (status 0)",
-    "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A1",
+    "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A",
     "return": "it returns: None, expected []: is a `return` missing?",
     "self = self\nreturn 1 / 0": f"(scheduler.py, line {FIRST + 1}: return 1 / 0)",
     "import os; os.fork(); return []": "os.fork is not allowed here",
@@ -151,6 +152,10 @@ WRONG = {   # the body of schedule: what is said
     "x = [0] * 10**12": "raises MemoryError",
     "import os; [os.write(i, b'{\"error\": 3}\\n{\"value\": []}\\n' * 999) for i in range(1, 9)]":
         ", expected ",
+    "return ['A\\nbob 9 of 9']": "it returns: [A bob 9 of 9], expected [",
+    "import os\nwhile True: os.write(1, b'x' * 10**6)": "ends the process (status 1)",
+    "import os; os.write(1, b'{\"value\": {\"it returns\": ' + b'[' * 900 + b']' * 900 + b'}}\\n')":
+        "is too deep or too large",
     "import json; json.dumps = lambda *_: '{\"value\": true}'; return []": ", expected "}
 
 
@@ -173,7 +178,27 @@ def test_what_is_no_solution_gets_nothing_and_costs_no_other_part(body, tmp_path
     assert said_of(3, folder, "b", monkeypatch) is None
 
 
+def test_links_in_what_is_handed_in_are_not_followed(tmp_path, monkeypatch):
+    ours = tmp_path / "ours.py"
+    for file, says in ("cache.py", None), ("request.py", "request.py cannot be read: No such file"):
+        folder = handed_in(tmp_path / file, 3)
+        ours.write_text("of the instructor")
+        (folder / file).unlink()
+        (folder / file).symlink_to(ours)
+        said = said_of(3, folder, "c", monkeypatch)
+        assert said == says or says and said.startswith(says), said
+        assert ours.read_text() == "of the instructor"
+
+
 @pytest.mark.parametrize("number, part, function, old, new", [   # what handouts leave open
+    (1, "a", FORWARD, "return weights @ v", "return (weights @ v).view_as(q)"),
+    (1, "a", FORWARD, "bool, device=q.device).tril(", "bool).to(q).bool().tril("),
+    (1, "c", "generate_unbatched.py:Alone.lay_out", "(slice(None), -1)", "(..., -1, slice(None))"),
+    (1, "c", "generate_unbatched.py:Alone.attend", "return head(q, k, v)",
+     "past = k.size(-2) - q.size(-2)\n        return torch.cat([head(new, k[..., :i, :], "
+     "v[..., :i, :]) for i, new in enumerate(q.split(1, -2), past + 1)], -2)"),
+    (3, "a", SCHEDULE, "self.make_room(request, n)      #", "assert self.make_room(request, n)  #"),
+    (3, "a", SCHEDULE, "raise RuntimeError(", "raise type('Stuck', (RuntimeError,), {})("),
     (1, "c", "generate_unbatched.py:Alone.attend", "self.kv.write(layer, self.start, k, v)\n"
      "            k, v = self.kv.read(layer, self.end)",
      "self.kv.write(layer, self.start, k[0], v[0])\n"

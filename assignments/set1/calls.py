@@ -9,7 +9,6 @@ from probes import (
     kind_of,
     layout_of,
     numbers,
-    plan_of,
     requests_of,
 )
 
@@ -20,9 +19,10 @@ from model import Head
 
 def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float64"):
     """What each token sees, by scores of 0 and one-hot values; and an output of made-up numbers."""
-    head, one = Head(), torch.ones(3, 2).double()
-    q, k, v = (scale * numbers(seed + i, *lead, n, hs).to(getattr(torch, dtype))
-               for i, n in enumerate((T, S, S)))
+    head = Head()
+    heads = len(lead[:-1])   # where the model has the axis of tokens, before it splits the heads
+    q, k, v = (scale * numbers(seed + i, *lead[:-1], n, *lead[-1:], hs).movedim(heads, -2).to(
+        getattr(torch, dtype)) for i, n in enumerate((T, S, S)))
 
     def given(q, k, v):
         made = {"q": q, "k": k[..., past:, :], "v": v[..., past:, :]}
@@ -32,7 +32,7 @@ def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float6
 
     found, eye = {}, torch.eye(S).double().expand(*lead, S, S)
     if dtype != "float32":   # which is no matter of 1e-10
-        seen = head(**given(0 * q, 0 * k, eye))
+        seen = head(**given(0 * eye[..., :T, :], 0 * eye, eye))
         found = {"shape and dtype": kind_of(seen)}
         if torch.is_tensor(seen):
             found |= {f"row {i // T}, new token {i % T} sees the keys": [
@@ -40,7 +40,7 @@ def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float6
                 for i, row in enumerate(seen.reshape(-1, S).tolist())}
     arguments = given(q, k, v)
     before = {name: each.clone() for name, each in arguments.items()}
-    head(one, one, one, one, one)   # of which it remembers nothing
+    head(*[torch.ones_like(q)] * 5)   # of which it remembers nothing
     out = head(**arguments)
     found |= {"shape and dtype of the output": kind_of(out), "arguments that it changes": [
         name for name in before if not torch.equal(arguments[name], before[name])]}
@@ -64,13 +64,15 @@ def cache(capacity, calls, lead=(), dtype="float64"):
             found = kv.read(layer, *sizes)
             said[call] = {"shapes and dtypes": kind_of(found)}
             if isinstance(found, tuple) and all(map(torch.is_tensor, found)):
-                said[call] |= {"keys and values": found, "views of the buffers": [
+                said[call] |= {"keys and values": [each.tolist() for each in found], "views": [
                     each.data_ptr() == buffer[layer].data_ptr()
                     for each, buffer in zip(found, (kv.k, kv.v))]}
             continue
         start, n = sizes
-        new = (100 * i + torch.arange(2 * n).view(n, 2)).to(getattr(torch, dtype))
-        k, v = (each.expand(*lead, n, 2).clone() for each in (new, new + 0.5))
+        shape = *lead, n, 2 + len(lead)
+        new = torch.arange(0.1, torch.Size(shape).numel(), dtype=getattr(torch, dtype))
+        new = 100 * i + new.view(shape)
+        k, v = new.clone(), new + 0.5
         buffer = kv.k.get(layer)
         try:
             returned = kv.write(layer, start, k, v)
@@ -79,14 +81,15 @@ def cache(capacity, calls, lead=(), dtype="float64"):
         other.write(layer, 0, 0 * k[..., :1, :], 0 * v[..., :1, :])   # which changes nothing in kv
         said[call] = {"it returns": returned, "it changes k or v": bool((k != new).any()) or bool(
             (v != new + 0.5).any()), "new buffer": buffer is not None and buffer is not kv.k[layer]}
-    return said
+        k.zero_(), v.zero_()   # it has its own
+    return {**said, "the capacity becomes": kv.capacity}
 
 
 def lay_out(requests, caches):
-    plan = plan_of(requests)
+    request, = requests_of(requests)
     if caches:
-        cache_for(plan[0][0])
-    return layout_of(Alone(plan[0][0]), "tokens", "positions", "start", "end", "wanted")
+        cache_for(request)
+    return layout_of(Alone(request), "tokens", "positions", "start", "end", "wanted")
 
 
 class LaidOut(Alone):
@@ -99,12 +102,14 @@ class LaidOut(Alone):
 
 
 def attend(requests, caches, heads, size):
-    """In a pass. If there is a past, it was attended in a pass before."""
-    request, = requests_of(requests)
+    """In a pass. If there is a past, it was attended in a pass before; then another request was."""
+    request, other = requests_of(requests * 2)
     if caches:
         cache_for(request)
+        cache_for(other)
     if past := request.computed:
         attended(LaidOut(request, 0, past), heads, size)
+        attended(LaidOut(other, 0, 1), heads, size)
     found = attended(LaidOut(request, past, past + request.todo), heads, size)
     del found["operations"]   # in a student's copy those of a Head of theirs, a fused one perhaps
     return found

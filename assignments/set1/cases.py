@@ -49,7 +49,7 @@ def caches(rng):
                "dtype": dtype}
     yield {"call": "cache", "capacity": 4, "calls": [
         ["write", 0, 0, 2], ["write", 0, 2, 1], ["read", 0, 3], ["read", 0, 1], ["write", 0, 1, 2],
-        ["read", 0, 3], ["write", 0, 3, 2]]}
+        ["read", 0, 3], ["write", 0, 3, 2], ["write", 0, 0, 1], ["read", 0, 3]]}
 
 
 def singles(rng):

@@ -1,12 +1,16 @@
 """Set 2: runs one function on a case, and returns what it gives and changes."""
+from types import SimpleNamespace
+
 import torch
 from probes import (
     attended,
+    cache_for,
     changes_of,
     devices_of,
     facts_of,
     fill,
     layout_of,
+    numbers,
     plan_of,
     requests_of,
 )
@@ -21,10 +25,10 @@ TENSORS = "tokens", "positions", "mask"
 
 def static_batch(requests, context_length=24):
     """What lay_out sets in each pass until all have finished. The generated tokens are 1, 2, ..."""
-    everybody, seen, number = requests_of(requests, context_length), {}, 0
+    everybody, seen = requests_of(requests, context_length), {}
     batch = StaticBatch(everybody, None)
-    while True:
-        found = layout_of(batch, *TENSORS, "wanted", context_length=context_length)
+    for number in range(max(each.max_new_tokens for each in everybody)):
+        found = layout_of(batch, *TENSORS, "wanted", "starts", context_length=context_length)
         seen |= {f"pass {number}, {what}": value for what, value in found.items()}
         for each, n in batch.plan:
             each.computed += n
@@ -32,9 +36,9 @@ def static_batch(requests, context_length=24):
             if each.is_last(len(each.generated)):
                 each.finish_reason = "length"
         if all(each.finished for each in everybody):
-            return seen
+            break
         batch.add_columns()
-        number += 1
+    return seen
 
 
 def static_batch_on_a_device():
@@ -85,15 +89,35 @@ def layout_on_a_device(names):
     return devices_of(lambda device: Rectangle(plan, device), *names)
 
 
-def attend(rows, P, T, mask, heads, size):
-    class LaidOut(Rectangle):   # as parts d, e and g have to set it
-        def lay_out(self, device):
-            self.tokens = self.positions = torch.zeros(len(rows), T, dtype=torch.long)
-            self.P, self.mask = P, torch.tensor(mask)[:, None, None]
+class LaidOut(Rectangle):
+    """As parts d, e and g have to set it."""
 
+    def __init__(self, plan, P, T, mask, device=None):
+        self.plan, self.starts, self.P = plan, [request.computed for request, _ in plan], P
+        self.tokens = self.positions = torch.zeros(len(plan), T, dtype=torch.long)
+        self.mask = torch.tensor(mask, device=device)[:, None, None]
+
+
+def attend(rows, P, T, mask, heads, size):
     plan = plan_of(rows)
     fill(plan, heads, size)
-    return attended(LaidOut(plan), heads, size)
+    least = 4 * len(rows) * heads * size * T * (P + T)   # of the rectangle; less will do
+    return attended(LaidOut(plan, P, T, mask), heads, size, least)
+
+
+def attend_on_a_device():
+    """After a pass for what is computed."""
+    def made(device):
+        request, = requests_of([{"prompt": 3}])
+        cache_for(request)
+        for request.computed in 0, 2:
+            n = 2 - request.computed // 2
+            batch = LaidOut([(request, n)], request.computed, n, [[True] * (n + request.computed)],
+                            device)
+            out = batch.attend(0, *(numbers(i, 1, 2, n, 3).to(device) for i in range(3)))
+        return SimpleNamespace(output=out)
+
+    return devices_of(made, "output")
 
 
 def indices_due(plan):

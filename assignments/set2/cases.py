@@ -1,5 +1,5 @@
 """Set 2, rectangles: points and cases."""
-from draw import lists, plans
+from draw import DECODE, lists, plans
 
 FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
 LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"
@@ -11,7 +11,8 @@ PARTS = {   # points, what it is about, {function: its calls}
                                    "generate_dynamic.py:leave": "leave"}),
     "d": (3, "tokens and positions", {LAY_OUT: "lay_out layout_on_a_device"}),
     "e": (4, "the mask over past and new slots", {LAY_OUT: "lay_out layout_on_a_device"}),
-    "f": (3, "gathering and writing back", {"generate_dynamic.py:Rectangle.attend": "attend"}),
+    "f": (3, "gathering and writing back", {
+        "generate_dynamic.py:Rectangle.attend": "attend attend_on_a_device"}),
     "g": (2, "which requests get a token", {LAY_OUT: "lay_out layout_on_a_device",
                                             "request.py:indices_due": "indices_due"})}
 EXAMPLE = [{"prompt": [5, 7, 2], "generated": [9], "computed": 3, "n": 1},
@@ -37,7 +38,7 @@ def appends(rng):
     drawn += [(rng.randint(1, 20), rng.randint(1, 30), 24) for _ in range(15)]
     for prompt, new, room in drawn:
         yield {"call": "append", "prompt": prompt, "new": new, "context_length": room,
-               "eos_token": rng.choice((None, 3, 7, 8, 9)), "tokens": [*range(7, new + 9)]}
+               "eos_token": rng.choice((None, 1, 7, 8, 9)), "tokens": [*range(7, new + 9)]}
     yield {"call": "append", "prompt": 2, "new": 3, "context_length": 9, "eos_token": 0,
            "tokens": [0, 1]}
     yield {"call": "append", "prompt": 6, "new": 5, "context_length": 8, "tokens": [1, 1, 1, 1]}
@@ -47,10 +48,10 @@ def queues(rng):
     for arrivals in lists(rng, range(4)):
         yield {"call": "admit", "step": rng.randint(0, 3), "max_batch": rng.randint(2, 6),
                "running": [{"prompt": 2, "generated": 1, "computed": 2}] * rng.randint(0, 2),
-               "waiting": [{"prompt": 1 + i % 3, "arrival": arrival}
+               "waiting": [{"prompt": 1 + i % 3, "new": (2, 40)[i % 2], "arrival": arrival}
                            for i, arrival in enumerate(sorted(arrivals))]}
     for ends in lists(rng, (None, None, "stop", "length", "cancelled")):
-        yield {"call": "leave", "running": [{"prompt": 2, "finish_reason": why} for why in ends]}
+        yield {"call": "leave", "running": [{**DECODE, "finish_reason": why} for why in ends]}
     yield {"call": "admit", "step": 2, "max_batch": 3, "running": [{"prompt": 1, "computed": 1}],
            "waiting": [{"prompt": 1, "arrival": arrival} for arrival in (0, 1, 1, 4)]}
 
@@ -64,14 +65,14 @@ def layout(rows):
 
 
 def cases(rng):
-    decode = {"prompt": 2, "generated": 1, "computed": 2}
-    rows = [{**decode, "n": n} for n in (0, 1)] + [{"prompt": 3, "n": n} for n in (0, 1, 3)]
-    rows += [{"prompt": 2, "generated": 2, "n": n} for n in (2, 4)]
+    rows = [{**DECODE, "n": n} for n in (0, 1)] + [{"prompt": 3, "n": n} for n in (0, 1, 3)]
+    rows += [{"prompt": 2, "generated": 2, "n": n} for n in (2, 4)] + [{"prompt": 12, "n": 12}]
     made = {"a": [*batches(rng)], "b": [*appends(rng)], "c": [*queues(rng)]}
     for part, names in ("d", ["tokens", "positions", "P"]), ("e", ["mask"]), ("g", ["wanted"]):
         made[part] = [{"call": "layout_on_a_device", "names": names}, *(
             {"call": "lay_out", "names": names, "rows": rows} for rows in plans(rng, EXAMPLE))]
     made["f"] = [{"call": "attend", "rows": rows, "heads": 2 + i % 2, "size": 3 - i % 2,
                   **layout(rows)} for i, rows in enumerate(plans(rng, EXAMPLE))]
-    made["g"] += [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]
+    made["f"].append({"call": "attend_on_a_device"})
+    made["g"][:0] = [{"call": "indices_due", "plan": plan} for plan in [*lists(rng, rows), EXAMPLE]]
     return dict(sorted(made.items()))

@@ -45,9 +45,9 @@ def schedule(step, running, waiting, **limits):
     def call(requests):
         try:
             return queue.schedule(step)
+        except (NotImplementedError, RecursionError):   # are RuntimeErrors, too
+            raise
         except RuntimeError as error:
-            if type(error) is not RuntimeError:   # NotImplementedError is one, too
-                raise
             return "a RuntimeError that names " + (" and ".join(
                 each.name for each in requests if str(each) in str(error)) or "nobody")
 
@@ -71,19 +71,19 @@ def run(requests, **limits):
     return "it does not end"
 
 
-def admit(max_kv_tokens, running, newcomer, times=1):
-    """times: so often a newcomer is admitted, after those that ran have left."""
+def admit(max_kv_tokens, running, waiting, times=1):
+    """times: so often the first is admitted, after those that ran have left."""
     queue, found = Scheduler(40, 64, max_kv_tokens), []
     for _ in range(times):
-        found.append(in_queue(queue, running, [newcomer], lambda all: queue.admit(all[-1])))
+        found.append(in_queue(queue, running, waiting, lambda _: queue.admit(queue.waiting[0])))
     return found[0] if times == 1 else found
 
 
-def release(running):
+def release(running, waiting):
     queue, freed = Scheduler(40, 64), []
     free = queue.free
     queue.free = lambda each: freed.append(each.name) or free(each)
-    found = in_queue(queue, running, [], lambda _: queue.release())
+    found = in_queue(queue, running, waiting, lambda _: queue.release())
     return {**found, "free is called for": sorted(freed)}
 
 

@@ -18,12 +18,12 @@ def newcomers(rng, most):
 
 
 def queue(rng, most):
-    """A random state of a queue: all but the last that runs have less to do than the budget."""
+    """A random state of a queue. The budget ends at the last that runs, or just before it."""
     kinds = DECODE, {"prompt": 4, "computed": 3}, {"prompt": 5, "computed": 3}, {"prompt": 5}
     running = [rng.choice(kinds) for _ in range(rng.randint(0, most))]
     return {"step": rng.randint(0, 2), "running": running, "waiting": newcomers(rng, most),
             "max_batch": max(len(running), 1) + rng.randint(0, 2),
-            "token_budget": sum(map(todo, running[:-1])) + rng.randint(1, 3 * most)}
+            "token_budget": max(sum(map(todo, running[:-1])) + rng.randint(0, 3 * most), 1)}
 
 
 def schedules(rng):
@@ -32,7 +32,7 @@ def schedules(rng):
     for state in [*states]:
         if len(state["running"]) > 1:   # with too little memory
             first = min(todo(state["running"][0]), state["token_budget"])
-            states.append({**state, "room": first + rng.randint(0, 4)})
+            states.append({**state, "room": rng.randint(0, first + 4)})
     for state in sorted(states, key=lambda state: (
             len(state["running"]) + len(state["waiting"]), str(state).count("refused"))):
         yield {"call": "schedule", **state}
@@ -43,7 +43,7 @@ def schedules(rng):
     for most in 2, 4, 8:
         waiting = [{**row, "refused": False} for row in newcomers(rng, most)] + [{"prompt": 9}]
         yield {"call": "run", "requests": sorted(waiting, key=lambda row: row.get("arrival", 0)),
-               "max_batch": most, "token_budget": rng.randint(2, 9)}
+               "max_batch": most, "token_budget": rng.randint(most, 3 * most)}
     b, d = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}, {"prompt": 1, "new": 2}
     c = {"prompt": 4, "new": 4}
     yield {"call": "schedule", "step": 2, "running": [b], "max_batch": 3, "token_budget": 6,
@@ -54,20 +54,23 @@ def schedules(rng):
 
 def admissions(rng):
     for prompts in lists(rng, (2, 3)):
-        most = sum(prompt + 1 for prompt in prompts) + 7 + rng.randint(-1, 1)
-        yield {"call": "admit", "max_kv_tokens": most, "newcomer": {"prompt": 4, "new": 4},
-               "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts]}
+        new = rng.choice((4, 4, 30))   # for 30 there are no positions: it may take up to 24
+        most = sum(prompt + 1 for prompt in prompts) + min(3 + new, 24) + rng.randint(-1, 1)
+        yield {"call": "admit", "max_kv_tokens": most,
+               "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts],
+               "waiting": [{"prompt": 4, "new": new}, {"prompt": 3, "new": 1}]}
     b = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}
-    yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "newcomer": {
-        "prompt": 1, "new": 2}}
-    yield {"call": "admit", "max_kv_tokens": 12, "running": [], "newcomer": b, "times": 3}
+    yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "waiting": [
+        {"prompt": 1, "new": 2}]}
+    yield {"call": "admit", "max_kv_tokens": 12, "running": [], "waiting": [b], "times": 3}
 
 
 def steps(rng):
     for ends in lists(rng, (None, None, "stop", "length", "cancelled")):
-        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in ends]}
+        yield {"call": "release", "running": [{**DECODE, "finish_reason": why} for why in ends],
+               "waiting": [{"prompt": 2}]}
     rows = [{**DECODE, "n": 1}, {**DECODE, "n": 0}, {"prompt": 3, "n": 1}, {"prompt": 3, "n": 3},
-            {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}]
+            {"prompt": 3, "n": 0}, {**DECODE, "new": 2, "n": 1}, {**DECODE, "eos_token": 7, "n": 1}]
     example = [{"prompt": 5, "n": 2}, {"prompt": 1, "n": 1}, {"prompt": 3, "n": 3}]
     for plan in [*lists(rng, rows), example]:
         due = sum(each["n"] == todo(each) for each in plan)

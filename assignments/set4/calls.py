@@ -61,7 +61,9 @@ def varlen(rows, heads, size, attention="varlen", mask=(), lost=False):
     fill(plan, heads, size)
     if lost:
         plan[0][0].kv.v[LAYERS[0]][0, 0, 0] = torch.nan
-    return attended(LaidOut(plan, None, attention), heads, size)
+    batch = LaidOut(plan, None, attention)
+    least = sum(n * end for (_, n), end in zip(plan, batch.ends)) if attention == "varlen" else 0
+    return attended(batch, heads, size, 4 * heads * size * least)
 
 
 def masked(**case):
