@@ -95,7 +95,8 @@ def difference(got, right, room, where=""):
     """(where, got, right) at the smallest place in which two values differ."""
     if isinstance(got, dict) and isinstance(right, dict):
         for key in [*right, *got]:
-            a, b = got.get(key, "nothing"), right.get(key, "nothing")
+            none = "what it was" if key.endswith(" becomes") else "nothing"
+            a, b = got.get(key, none), right.get(key, none)
             if not same(a, b, room):
                 return difference(a, b, room, f"{where}, {key}" if where else key)
     if isinstance(got, list) and isinstance(right, list) and len(words(right)) > 60:

@@ -223,7 +223,8 @@ def attended(batch, heads=2, size=3):
         given = numbers(9 + i, 3, *rows, heads, T, size)
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
-        found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
+        found |= {"shape and dtype": "nothing: is a `return` missing?" if out[0] is None else
+                  kind_of(out[0]), "operations": spent,
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
@@ -282,8 +283,8 @@ def devices_of(make, *names):
 
     with Disguise():
         batch = make(there)
-    return {name: " ".join(sorted({"there" if is_there(each) else "on the CPU" for each in
+    return {name: " ".join(sorted({"on `device`" if is_there(each) else "on the CPU" for each in
                                    tree_leaves(getattr(batch, name, None))
                                    if isinstance(each, torch.Tensor)})) or (
-                "there" if name == "wanted" else "no tensor")   # lists are an index anywhere
+                "on `device`" if name == "wanted" else "no tensor")   # lists are an index anywhere
             for name in names}

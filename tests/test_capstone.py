@@ -64,6 +64,8 @@ def test_right_functions_serve_step_by_step_and_the_race_is_a_tie(built, capsys)
     ("schedule", 1, "return plan", "return tuple(plan)"),
     ("lay_out", 2, "self.sampled = [self.plan[i][0] for i in due]",
      "self.sampled = tuple(self.plan[i][0] for i in due)[:]; self.sampled = [*self.sampled]"),
+    ("lay_out", 2, 'if self.attention == "mask":', "if False:   # the notebook names no mask"),
+    ("attend", 2, '(self.hide if self.attention == "mask" else self.skip)', "self.skip"),
     ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
 torch.nn.functional.scaled_dot_product_attention(
             q[:, a:b], keys, values, attn_mask=torch.ones(
@@ -81,6 +83,9 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("schedule", 1, "plan = []", "while True:\n        pass", "it does not end: 60 seconds"),
     ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
      "as if the outputs stood one behind the other in the wrong order"),
+    ("admit", 3, "needed(request.todo)", "needed(len(request.prompt))", "as if what was generated"),
+    ("hash_of_page", 4, 'known[-1] if known else b""', 'b""', "as if a page were known by its own"),
+    ("hash_of_page", 4, "return known[i]", "return known.pop(i)", "asked again, it computes"),
     ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
      "as if `computed` stayed 0, although pages are found: they would be computed again"),
     ("admit", 4, "self.hash_of_page(request, i) for i in range(full)", "[]",

@@ -22,7 +22,7 @@ def packed(prompts):
 
 
 def packed_on_a_device():
-    return on_a_device(Packed)
+    return on_a_device(Packed, "mask")
 
 
 def flat(rows):
@@ -34,12 +34,16 @@ def flat_mask(rows):
 
 
 def flat_on_a_device():
-    return on_a_device(lambda plan, device: Flat(plan, device, "mask"))
+    return on_a_device(Flat)
 
 
-def on_a_device(layout):
+def flat_mask_on_a_device():
+    return on_a_device(lambda plan, device: Flat(plan, device, "mask"), "mask")
+
+
+def on_a_device(layout, *names):
     plan = plan_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of(lambda device: layout(plan, device), "tokens", "positions", "mask", "wanted")
+    return devices_of(lambda device: layout(plan, device), "tokens", "positions", *names, "wanted")
 
 
 def varlen(rows, heads, size, attention="varlen", mask=()):

@@ -7,9 +7,10 @@ PACKED, FLAT = "beyond/prepacked.py:", "generate_ragged.py:Flat."
 PARTS = {   # points, what it is about, {function: its calls}
     "a": (2, "bin packing", {f"{PACKED}first_fit_decreasing": "first_fit_decreasing"}),
     "b": (4, "packed rows", {f"{PACKED}Packed.lay_out": "packed packed_on_a_device"}),
-    "c": (3, "the stream and its mask", {f"{FLAT}lay_out": "flat flat_on_a_device",
-                                         f"{FLAT}block_diagonal": "flat_mask"}),
-    "d": (3, "attention", {f"{FLAT}attend": "varlen masked", f"{FLAT}skip": "varlen",
+    "c": (3, "the stream and its mask", {
+        f"{FLAT}lay_out": "flat flat_on_a_device",
+        f"{FLAT}block_diagonal": "flat_mask flat_mask_on_a_device"}),
+    "d": (3, "attention", {f"{FLAT}attend": "varlen", f"{FLAT}skip": "varlen",
                            f"{FLAT}hide": "masked"})}
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
 # (1, 3, 3, 5), last fit and next fit (1, 2, 3)
@@ -48,4 +49,5 @@ def cases(rng):
                    {"call": "masked", **sizes, "mask": block_diagonal(each)}]
     streams = [{"call": call, "rows": each} for each in drawn for call in ("flat", "flat_mask")]
     return {"a": [*packings(rng)], "b": [*rows(rng)],
-            "c": [{"call": "flat_on_a_device"}, *streams], "d": attend}
+            "c": [{"call": "flat_on_a_device"}, {"call": "flat_mask_on_a_device"}, *streams],
+            "d": attend}

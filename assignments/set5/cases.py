@@ -69,21 +69,22 @@ def states(rng):
     few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
         {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
     for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
-        yield {"call": "make_room", "of": i, "n": n, "pages": pages, "page_size": 2,
+        yield {"call": "make_room", "request": "ABC"[i], "n": n, "pages": pages, "page_size": 2,
                "running": few, "waiting": []}
     for number, state in enumerate(made):
         i = rng.randrange(len(state["running"])) if state is not made[-1] else 0
         row = state["running"][i]
         todo = row["prompt"] + row["generated"] - row["computed"]
         n = todo if number % 2 else rng.randint(1, todo)
-        yield {"call": "make_room", "of": i, "n": n, **state}
+        yield {"call": "make_room", "request": chr(65 + i), "n": n, **state}
     for state in made[::3]:
-        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
+        i = rng.randrange(len(state["running"]))
+        yield {"call": "preempt", "request": chr(65 + i), **state}
     for pages in range(5):
-        for prompt in 1, 4, 5, 8:
+        for prompt, generated in (1, 0), (4, 0), (5, 0), (8, 0), (4, 3):
             yield {"call": "admit", "pages": 2 + pages, "page_size": 4, "running": [
                 {"prompt": 6, "computed": 6, "generated": 1, "pages": 2}],
-                "waiting": [{"prompt": prompt}, {"prompt": 1}]}
+                "waiting": [{"prompt": prompt, "generated": generated}, {"prompt": 1}]}
 
 
 def sharing(rng):
