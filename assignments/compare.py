@@ -163,7 +163,8 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
     value, right = got["value"], right["value"]
     where, value, right = difference(value, right, within * size_of(right))
     verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
-    lacks = ": is a `return` missing?" if value is None and where in ("", "it returns") else ""
+    lacks = " (is a `return` missing?)" if value in (None, "nothing") and where in (
+        "", "it returns", "shape and dtype", "the kind of what it returns") else ""
     said, expected = cut(words(value)), cut(words(right))
     if said == expected:   # 1 and "1"
         said, expected = (f"{each!r:.150} ({type(each).__name__})" for each in (value, right))

@@ -133,6 +133,8 @@ def kind_of(value):
     """Shape and dtype of a tensor, in words; or what else it is."""
     if isinstance(value, tuple):
         return f"({', '.join(map(kind_of, value))})"
+    if value is None:
+        return "nothing"
     if not hasattr(value, "dtype"):
         return f"a {type(value).__name__}"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
@@ -223,8 +225,7 @@ def attended(batch, heads=2, size=3):
         given = numbers(9 + i, 3, *rows, heads, T, size)
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
-        found |= {"shape and dtype": "nothing: is a `return` missing?" if out[0] is None else
-                  kind_of(out[0]), "operations": spent,
+        found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
