@@ -133,7 +133,7 @@ source(generate_ragged.generate)
 #
 # `skip` lets each request's queries see that request's cache, and computes nothing else. `head(q,
 # k, v)` computes attention with the causal rule: its queries belong to the last of the keys. The
-# output has the order of the stream.
+# output has the order of the stream. (Our own code has a second way beside `skip`, with a mask.)
 
 # %% tags=["exercise"]
 def lay_out(self, device):

@@ -49,5 +49,5 @@ def cases(rng):
                    {"call": "masked", **sizes, "mask": block_diagonal(each)}]
     streams = [{"call": call, "rows": each} for each in drawn for call in ("flat", "flat_mask")]
     return {"a": [*packings(rng)], "b": [*rows(rng)],
-            "c": [{"call": "flat_on_a_device"}, {"call": "flat_mask_on_a_device"}, *streams],
+            "c": [*streams, {"call": "flat_on_a_device"}, {"call": "flat_mask_on_a_device"}],
             "d": attend}
