@@ -205,7 +205,8 @@ def layout_of(batch, *names, context_length=24):
     if "wanted" in names:
         reads = places_of(batch, batch.wanted)
         sampled = getattr(batch, "sampled", "not set")
-        found["sampled"] = [*sampled] if isinstance(sampled, list) else sampled
+        found["sampled"] = [repr(each) if isinstance(each, str) else each
+                            for each in sampled] if isinstance(sampled, list) else sampled
         found["wanted reads"] = reads if isinstance(reads, str) else [
             owner.get(place, "a slot without a token") for place in reads]
     return found | {name: getattr(batch, name, "not set") for name in names if name not in (

@@ -50,8 +50,8 @@ from scheduler import Scheduler
 #
 # 1. Each request in `self.running` gets its `todo`, or what is left of the budget. Before that, ask
 #    `self.make_room(request, n)`, which returns whether its next n tokens have room in memory. If
-#    memory is short, it takes requests from the *end* of `self.running`, and puts them back into
-#    `self.waiting`. It returns False if this request is one of them. They are not in the plan.
+#    memory is short, this call itself takes requests from the *end* of `self.running` and puts them
+#    into `self.waiting`; it returns False if this one is among them. They are not in the plan.
 # 2. Then newcomers get the rest. The first of `self.waiting` moves to the end of `self.running` as
 #    long as
 #    - some of the budget is left, and fewer than `max_batch` requests run;

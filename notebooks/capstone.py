@@ -44,7 +44,7 @@ def judge(number, *functions):
         BUILT.pop(place, None)
         said = "still blank: replace ... by your code" if blank(function) else None
         if not said:
-            with limited(60):
+            with limited(20):
                 fault = fault_of(kit, place, function, function.__code__.co_filename)
             said = f"not yet. {fault.rstrip('.')}." if fault else "right."
             if not fault:

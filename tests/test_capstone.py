@@ -80,7 +80,10 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("advance", 1, "request.computed += n", "request.computed += 1 / 0",
      "ZeroDivisionError: division by zero (this cell, line "),
     ("schedule", 1, "if n and self.make_room(request, n):", "if n:", "as if nobody had to ask for"),
-    ("schedule", 1, "plan = []", "while True:\n        pass", "it does not end: 60 seconds"),
+    ("schedule", 1, "plan = []", "while True:\n        pass", "it does not end: 20 seconds"),
+    ("schedule", 1, "while budget and not preempted and len(self.running) < self.max_batch:",
+     "for _ in self.waiting:", "nobody (deque mutated during iteration)"),
+    ("lay_out", 2, "self.plan[i][0] for", "self.plan[i][0].name for", "sampled: ['A'], expected"),
     ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
      "as if the outputs stood one behind the other in the wrong order"),
     ("admit", 3, "needed(request.todo)", "needed(len(request.prompt))", "as if what was generated"),
@@ -97,7 +100,7 @@ def test_the_judge_names_what_is_wrong(name, step, old, new, said, capsys):
     with patch.object(capstone, "limited", lambda _, real=capstone.limited: real(1)):
         heard = judged(name, step, capsys, (old, new))
     assert heard.startswith(f"{name}: not yet. ") and heard.count("\n") == 1
-    assert said.replace("60", "1") in heard, heard
+    assert said.replace("20", "1") in heard, heard
 
 
 def test_blank_functions_are_named_others_are_judged_and_one_may_give_up(capsys):
