@@ -172,15 +172,20 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
 
 def named(part, answers, i):
-    """The mistake that gives the same in case i; of several, the one that does so most often."""
-    def agrees(gives, j):
-        return alike(answers[j], gives[j] or part["right"][j], part.get("within", TOLERANCE))
+    """
+    The mistake that gives the same in case i; of several, the one that differs least in others. It
+    differs in half as many cases as what is right, at most: else it is chance.
+    """
+    def differs(gives):
+        return sum(not alike(got, wrong or right, part.get("within", TOLERANCE))
+                   for got, wrong, right in zip(answers, gives, part["right"]))
 
-    counts = {sentence: sum(agrees(gives, j) for j in range(len(answers)))
-              for sentence, gives in part["mistakes"].items() if gives[i] and agrees(gives, i)}
-    if not counts:
+    cases = {sentence: differs(gives) for sentence, gives in part["mistakes"].items()
+             if gives[i] and alike(answers[i], gives[i], part.get("within", TOLERANCE))}
+    sentence = min(cases, key=cases.get, default="")
+    if not cases or 2 * cases[sentence] > differs(part["right"]):
         return ""
-    sentence = max(counts, key=counts.get).strip()
+    sentence = sentence.strip()
     return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "
 
 

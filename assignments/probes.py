@@ -73,7 +73,8 @@ def facts_of(requests):
              "computed": request.computed, "max_new_tokens": request.max_new_tokens,
              "finish_reason": request.finish_reason, "arrival": request.arrival,
              "cache": cache_of(request), "page_hashes": len(request.page_hashes),
-             "pages": "none" if request.block_table is None else len(request.block_table)}
+             "pages": len(request.block_table) if isinstance(request.block_table, list) else
+             str(request.block_table)}
             for request in requests]
 
 
@@ -178,6 +179,7 @@ def layout_of(batch, *names, context_length=24):
     """
     found = {f"shape and dtype of {name}": kind_of(getattr(batch, name, None))
              for name in names if name in ("tokens", "positions")}
+    found["computed is unchanged"] = batch.starts == [each.computed for each, _ in batch.plan]
     tokens, positions = batch.tokens.flatten(), batch.positions.flatten()
     if "mask" in names and (see := seen_of(batch)) is None:
         return {**found, "the mask": kind_of(getattr(batch, "mask", None))}
@@ -205,8 +207,9 @@ def layout_of(batch, *names, context_length=24):
     if "wanted" in names:
         reads = places_of(batch, batch.wanted)
         sampled = getattr(batch, "sampled", "not set")
-        found["sampled"] = [repr(each) if isinstance(each, str) else each
-                            for each in sampled] if isinstance(sampled, list) else sampled
+        found["sampled"] = "a set: in no order" if isinstance(sampled, set) else sampled
+        if isinstance(sampled, list):   # names are no requests
+            found["sampled"] = [repr(each) if isinstance(each, str) else each for each in sampled]
         found["wanted reads"] = reads if isinstance(reads, str) else [
             owner.get(place, "a slot without a token") for place in reads]
     return found | {name: getattr(batch, name, "not set") for name in names if name not in (
@@ -226,6 +229,8 @@ def attended(batch, heads=2, size=3):
         given = numbers(9 + i, 3, *rows, heads, T, size)
         before, out = given.clone(), []
         spent = operations(lambda: out.append(batch.attend(layer, *given)))
+        least = sum(n * (each.computed + n) for each, n in batch.plan)   # scores
+        spent = max(spent, 4 * heads * size * least)   # torch does not count all of einsum's
         found |= {"shape and dtype": kind_of(out[0]), "operations": spent,
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:

@@ -64,13 +64,20 @@ def test_right_functions_serve_step_by_step_and_the_race_is_a_tie(built, capsys)
     ("schedule", 1, "return plan", "return tuple(plan)"),
     ("lay_out", 2, "self.sampled = [self.plan[i][0] for i in due]",
      "self.sampled = tuple(self.plan[i][0] for i in due)[:]; self.sampled = [*self.sampled]"),
-    ("lay_out", 2, 'if self.attention == "mask":', "if False:   # the notebook names no mask"),
-    ("attend", 2, '(self.hide if self.attention == "mask" else self.skip)', "self.skip"),
     ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
 torch.nn.functional.scaled_dot_product_attention(
             q[:, a:b], keys, values, attn_mask=torch.ones(
                 b - a, keys.size(1)).bool().tril(keys.size(1) - b + a))"""),
     ("hash_of_page", 4, "while len(known) <= i", "while len(known) < request.known // size"),
+    ("schedule", 1, "self.make_room(request, n)      #", "assert self.make_room(request, n)   #"),
+    ("schedule", 1, "budget = self.token_budget",
+     "budget = __import__('numpy').int64(self.token_budget)"),
+    ("lay_out", 2, 'if self.attention == "mask"', "if False"),   # step 2 does not speak of it
+    ("attend", 2, '(self.hide if self.attention == "mask" else self.skip)', "self.skip"),
+    ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
+torch.einsum("hts,hsd->htd", (torch.einsum("htd,hsd->hts", q[:, a:b], keys) / q.size(-1)**.5)
+            .masked_fill(torch.ones(b - a, keys.size(1)).tril(keys.size(1) - b + a) == 0, -torch.inf)
+            .softmax(-1), values)"""),
 ])
 def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     assert judged(name, step, capsys, (old, new)) == f"{name}: right.\n"
@@ -86,15 +93,27 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("lay_out", 2, "self.plan[i][0] for", "self.plan[i][0].name for", "sampled: ['A'], expected"),
     ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
      "as if the outputs stood one behind the other in the wrong order"),
-    ("admit", 3, "needed(request.todo)", "needed(len(request.prompt))", "as if what was generated"),
-    ("hash_of_page", 4, 'known[-1] if known else b""', 'b""', "as if a page were known by its own"),
-    ("hash_of_page", 4, "return known[i]", "return known.pop(i)", "asked again, it computes"),
     ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
      "as if `computed` stayed 0, although pages are found: they would be computed again"),
+    ("admit", 4, "if new + revived >", "if self.pool.needed(request.todo) >",
+     "as if every page had to be new"),
     ("admit", 4, "self.hash_of_page(request, i) for i in range(full)", "[]",
      "as if nothing were looked up"),
     ("cache_filled", 4, "end // size)", "-(-end // size))", "a page that is not full"),
     ("free", 4, "if page not in self.hash_of", "if False", "pages that nobody can find"),
+    ("free", 4, "reversed(table)", "sorted(reversed(table), key=lambda page: page not in self.hash_of"
+     " and page)", "free_queue: [2, 1, 3, 0], expected [1, 2, 3, 0]"),
+    ("lay_out", 2, "[self.plan[i][0] for i in due]", "{self.plan[i][0] for i in due}", "a set"),
+    ("lay_out", 2, "due = indices_due(self.plan)", "due = indices_due(self.plan)\n    "
+     "self.plan[0][0].computed += 1", "computed is unchanged: False, expected True"),
+    ("lay_out", 3, "page_size = self.pool.page_size", "page_size = 4", "not yet. lay_out, with plan"),
+    ("admit", 3, "request.block_table = []", "request.block_table = ()", "(), expected 0"),
+    ("preempt", 3, "self.free(request)", "request.block_table = request.block_table",
+     "A's pages becomes: what it was, expected None"),
+    ("hash_of_page", 4, "known[-1] if known else b\"\"", "b\"\"", "a page were known by its own tokens"),
+    ("hash_of_page", 4, "known = request.page_hashes", "known = []", "called again"),
+    ("admit", 4, "self.pool.share(request.block_table, found)", "self.pool.share([], found)\n    "
+     "self.pool.share(request.block_table, found)", "pages whose count has grown"),
 ])
 def test_the_judge_names_what_is_wrong(name, step, old, new, said, capsys):
     with patch.object(capstone, "limited", lambda _, real=capstone.limited: real(1)):

@@ -316,10 +316,18 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
      "torch.tensor([arithmetic, reading]).norm()", "right."),
     ("step_time", "512 * 1024", "512 * 1000", "expected"),
     ("causal_rule", "return", "see =", "a `return` missing"),
-    ("requests_that_fit", "int((pages - common) // own)", "(pages - common) // own", "right."),
     ("free", "    for page in reversed(table):", """    if table[1:]:
         free(table[1:], ref_count, free_queue, hash_of)
     for page in table[:1]:""", "right."),
+    ("requests_that_fit", "(pages - common) // own", "int((pages - common) // own)", "right."),
+    ("causal_rule", "torch.arange(S - T, S)", "torch.arange(T).add(min(S - T, 4))", "T 5, S 12"),
+    ("own_positions", "pads[:, None]", "pads.view(3, 1)", "columns [4, 5]"),   # other sizes
+    ("row_mask", "P - start:P", "4 - start:4", "P 6"),
+    ("varlen", "enumerate(caches)", "enumerate(caches[:2])", "cu_seqlens [0, 1, 3, 8]"),
+    ("free", "reversed(table)", "sorted(reversed(table), key=lambda page: page not in hash_of and "
+     "page + 1)", "becomes: [2, 0, 5, 1, 3], expected [0, 2, 5, 1, 3]"),
+    ("step_time", "rows + 85", "rows + 86", "expected"),
+    ("requests_that_fit", "head_size * 2)", "128 * 2)", "head_size 64"),
 ])
 def test_an_exercise_accepts_other_styles_and_says_what_is_wrong(name, old, new, sentence, capsys):
     assert sentence in tried(name, edited(TAUGHT[name]["code"], [(old, new)]), capsys)

@@ -1,4 +1,6 @@
 """Set 3: runs one function on a case, and returns what it gives and changes."""
+import math
+
 from probes import changes_of, facts_of, in_queue, plan_of, requests_of
 
 import request
@@ -7,33 +9,33 @@ from scheduler import Scheduler
 
 class Hooked(Scheduler):
     """
-    What schedule asks. `admit` refuses those that are `refused`, and the others find `finds` tokens
-    computed already. There is memory for `room` new tokens in a step. None: for all.
+    What schedule asks. `admit` refuses those that are `refused` or lack room, and the others find
+    `finds` tokens computed already. There is memory for `room` new tokens in a step.
     """
 
-    def __init__(self, max_batch, token_budget, room=None):
+    def __init__(self, max_batch, token_budget, room=math.inf):
         super().__init__(max_batch, token_budget)
         self.room, self.asked = room, []
 
     def admit(self, request):
         self.asked.append(f"admit {request.name}")
-        if getattr(request, "refused", False):
+        finds = getattr(request, "finds", 0)
+        if getattr(request, "refused", False) or request.todo - finds > self.room:
             return False
-        request.computed = getattr(request, "finds", 0)
+        request.computed = finds
         return True
 
     def make_room(self, request, n):
         if n > 0:   # for nothing there is room
             self.asked.append(f"make_room {request.name} {n}")
-        while self.room is not None and n > self.room:
+        while n > self.room:
             victim = self.running[-1]
             self.running.remove(victim)
             self.waiting.appendleft(victim)
             self.room += 2   # of what it had
             if victim is request:
                 return False
-        if self.room is not None:
-            self.room -= n
+        self.room -= n
         return True
 
 
@@ -63,7 +65,7 @@ def run(requests, **limits):
         plans[f"the plan of step {step}"] = queue.schedule(step)
         for each, n in plans[f"the plan of step {step}"]:
             each.computed += n
-            each.generated += [1] * (each.todo == 0)
+            each.generated += [1] * int(each.todo == 0)
         queue.running = [each for each in queue.running if not (
             each.generated and each.is_last(len(each.generated)))]
     return "it does not end"

@@ -22,7 +22,7 @@ def packed(prompts):
 
 
 def packed_on_a_device():
-    return on_a_device(Packed, "mask")
+    return on_a_device(Packed, "tokens", "positions", "mask", "wanted")
 
 
 def flat(rows):
@@ -34,7 +34,7 @@ def flat_mask(rows):
 
 
 def flat_on_a_device():
-    return on_a_device(Flat)
+    return on_a_device(Flat, "tokens", "positions", "wanted")
 
 
 def flat_mask_on_a_device():
@@ -43,7 +43,7 @@ def flat_mask_on_a_device():
 
 def on_a_device(layout, *names):
     plan = plan_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of(lambda device: layout(plan, device), "tokens", "positions", *names, "wanted")
+    return devices_of(lambda device: layout(plan, device), *names)
 
 
 def varlen(rows, heads, size, attention="varlen", mask=()):

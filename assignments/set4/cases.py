@@ -4,7 +4,7 @@ from draw import plans
 FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py "
          "beyond/prepacked.py")
 PACKED, FLAT = "beyond/prepacked.py:", "generate_ragged.py:Flat."
-PARTS = {   # points, what it is about, {function: its calls}
+PARTS = {   # points, what it is about, {function: its calls, those for "mask" with the mask's}
     "a": (2, "bin packing", {f"{PACKED}first_fit_decreasing": "first_fit_decreasing"}),
     "b": (4, "packed rows", {f"{PACKED}Packed.lay_out": "packed packed_on_a_device"}),
     "c": (3, "the stream and its mask", {

@@ -81,7 +81,7 @@ def states(rng):
         i = rng.randrange(len(state["running"]))
         yield {"call": "preempt", "request": chr(65 + i), **state}
     for pages in range(5):
-        for prompt, generated in (1, 0), (4, 0), (5, 0), (8, 0), (4, 3):
+        for prompt, generated in (1, 0), (4, 0), (5, 0), (3, 2), (8, 0):
             yield {"call": "admit", "pages": 2 + pages, "page_size": 4, "running": [
                 {"prompt": 6, "computed": 6, "generated": 1, "pages": 2}],
                 "waiting": [{"prompt": prompt, "generated": generated}, {"prompt": 1}]}
@@ -91,6 +91,8 @@ def sharing(rng):
     yield {"call": "free", "table": 0, "free_queue": [4, 5], "tables": [[0, 1, 2], [0, 1, 3]],
            "ref_count": [2, 2, 1, 1, 0, 0], "cached": [["x", [0]], ["y", [1]], ["z", [3]]],
            "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
+    yield {"call": "free", "table": 0, "free_queue": [3], "tables": [[0, 1, 2]], "ref_count": [
+        1, 1, 1, 0], "cached": [["x", [0]]], "hash_of": [[0, "x"]]}   # two cannot be found
     for state in pools_of_pages(rng):
         tables, free = [*state["tables"], []], len(state["free_queue"])
         state = {**state, "tables": tables, "table": rng.randrange(len(tables))}
