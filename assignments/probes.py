@@ -155,9 +155,12 @@ def places_of(batch, index):
     import torch
     shape = batch.tokens.shape
     try:
-        return torch.arange(shape.numel()).view(shape)[index].flatten().tolist()
+        found = torch.arange(shape.numel()).view(shape)[index]
+        if found.dim() == 1:   # so x of shape (*shape, C) gives (R, C)
+            return found.tolist()
     except (IndexError, TypeError, RuntimeError):
-        return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
+        pass
+    return f"{kind_of(index)}, which is no index of tokens of shape {tuple(shape)}"
 
 
 def seen_of(batch):

@@ -17,10 +17,10 @@ Fairness: orders other than first come, first served, and a bound on what they c
 
 3. *Rank* is one order for queue and memory: due or not, then the key, then the arrival. It chooses
    the next newcomer. When pages run out, it chooses the *victim*, too: the running request that is
-   last in rank is preempted, and waits at its rank. So the first in rank keeps its pages and goes
-   on at every step: no live-lock. A victim that this step's plan already holds gives its tokens
-   back to the budget. Running requests keep the order in which they were admitted: sorted by rank,
-   an incomplete prompt could stand before decodes, which would then stall.
+   last in rank is preempted, and waits at its rank. So the first in rank keeps its pages, and goes
+   on at every step that preempts none: no live-lock. A victim that this step's plan already holds
+   gives its tokens back to the budget. Running requests keep the order in which they were admitted:
+   sorted by rank, an incomplete prompt could stand before decodes, which would then stall.
 4. A request that was preempted `bound` times is due, too. A due request gets pages for its longest
    answer at once. All that still need pages rank behind it, so it is not preempted any more.
 

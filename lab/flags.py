@@ -21,8 +21,8 @@ from toolbox.validate import one_line
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 NUMBERS = {"max_batch": "the most requests that run at once (default: 8)",
            "token_budget": "the most tokens computed in a step (default: 64)",
-           "max_kv_tokens": "cache entries for all running requests (default: any)",
-           "pages": "pages in the pool (default: enough for all that run)",
+           "max_kv_tokens": "cache entries for all running requests (default: no limit)",
+           "pages": "pages in the pool (default: enough for all that run at once)",
            "page_size": "tokens per page (default: 16)"}
 ROOM = 4   # a script's memory, unless a flag says otherwise: so many whole contexts
 LIMITS = {"max_batch": 12, "token_budget": 64, "page_size": 16}   # and its other limits
@@ -109,29 +109,35 @@ def add_knobs(parser, generate=None, defaults={}):
 
 def add_place(group):
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto",
-                       metavar="NAME", help="cpu, cuda, mps, or what there is")
+                       metavar="NAME",
+                       help="cpu, cuda, mps; auto: a GPU if there is one and the model not small")
     group.add_argument("--dtype", choices=DTYPES, default="float32", metavar="TYPE",
                        help="float64, float32, bfloat16, float16")
 
 
 def add_threads(group):
     group.add_argument("--threads", type=threads, metavar="N",
-                       help="on a CPU (default: 1 for a small model, else torch's)")
+                       help="CPU threads (default: 1 for a small model, else torch's)")
 
 
 def add_optimize(group):
     group.add_argument("--optimize", action="store_true",
-                       help="compute what the unedited model computes in compiled code, on a "
-                            "CPU in float32 (docs/kernels.md)")
+                       help="run the unedited model's computation as compiled code, on a CPU in "
+                            "float32 (docs/kernels.md)")
 
 
-def device_of(args):
-    """The torch device for --device and --dtype. ValueError if there is none."""
+def device_of(args, small=False):
+    """
+    The torch device for --device and --dtype. ValueError if there is none.
+
+    small: whether the model is, which "auto" leaves on the CPU (lab/loading/load.py)
+    """
     there = {"cuda": torch.cuda.is_available(), "cpu": True, "mps":
              torch.backends.mps.is_available() and args.dtype != "float64"}
     device = args.device
     if device == "auto":
-        device = next(name for name in ("cuda", "mps", "cpu") if there[name])
+        device = next(name for name in ("cuda", "mps", "cpu") if there[name] and not small or
+                      name == "cpu")
     if not there[device]:
         raise ValueError(f"--device {device}: there is none that computes in {args.dtype}; "
                          "use cpu or auto")

@@ -48,7 +48,8 @@ def run_in_group(args):
     Joins the other ranks, runs the stage with a sharded model, and prints what was sent. Returns
     the exit status. ValueError if the ranks cannot join.
     """
-    device = flags.device_of(args)
+    device = flags.device_of(args, args.model == "builtin")
+    args.device = device.type   # what was chosen before the model is known
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif device.type == "mps":

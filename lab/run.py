@@ -12,7 +12,7 @@ import torch
 
 from lab import flags
 from lab.checks.check import Check, summary
-from lab.loading.load import load, set_threads
+from lab.loading.load import is_small, load, set_threads
 from lab.loading.stages import SCRIPTS
 from lab.loading.workload import KEYS, builtin_prompts, make_requests, read_prompts
 from lab.views import plots
@@ -124,7 +124,7 @@ def load_inputs(args):
     """
     (model, tokenizer, requests) for a stage. Bad flags are found here, before any work: ValueError.
     """
-    device = flags.device_of(args)
+    flags.device_of(args)
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     flags.check_path(args.page, "--page", (".html",))
     flags.check_path(args.trace, "--trace")
@@ -137,9 +137,9 @@ def load_inputs(args):
         prompts, tokenizer, args.arrival_rate, args.chat, model.config,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
         top_p=args.top_p, seed=args.seed)
-    model.to(device)
+    model.to(flags.device_of(args, is_small(model)))
     set_threads(model, args.threads)
-    model(torch.zeros(1, 1, dtype=torch.long, device=device))   # warm-up: torch's own set-up
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device))   # warm-up: torch's own set-up
     return model, tokenizer, requests
 
 
@@ -154,7 +154,7 @@ def parser(doc, generate=None):
     what.add_argument("--prompt", action="append", metavar="TEXT",
                       help="a prompt; may be repeated (default: 12 built-in ones)")
     what.add_argument("--prompts", metavar="FILE",
-                      help=".txt: prompts with blank lines between them; .jsonl: a line for each, "
+                      help=".txt: prompts with blank lines between them; .jsonl: one per line, "
                            f"with {', '.join(KEYS)}")
     what.add_argument("--max_new_tokens", type=int, default=128, metavar="N",
                       help="the most tokens to generate for a prompt")
@@ -168,9 +168,9 @@ def parser(doc, generate=None):
     what.add_argument("--top_k", type=int, metavar="K",
                       help="sample from the K most likely tokens (default: all)")
     what.add_argument("--top_p", type=float, default=1.0, metavar="P",
-                      help="and from the top P of probability")
+                      help="sample from the top P of probability")
     what.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="the first request's; each next one adds 1")
+                      help="the first request's; each further one adds 1")
     what.add_argument("--arrival_rate", type=float, metavar="R",
                       help="requests that arrive per step (default: all at step 0)")
 

@@ -30,11 +30,14 @@ from beyond.fairness import POLICIES
 from lab import compiled, flags
 from lab import run as command_line
 from lab.compiled import native
+from lab.experiments import __main__ as experiments
 from lab.flags import NUMBERS as KNOB_NUMBERS
 from lab.loading.load import SMALL, load, set_threads
 from lab.loading.stages import SCRIPTS
 from lab.loading.workload import KEYS, read_prompts
+from lab.server.__main__ import prepared
 from lab.views.progress import progress
+from model import GPT
 from request import Request
 
 STAGES = [*(sys.modules[generate.__module__] for generate in SCRIPTS.values()), prepacked]
@@ -164,6 +167,31 @@ def test_auto_is_the_device_that_is_there(here, dtype, device, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in here)
     args = command_line.parser("").parse_args(["--dtype", dtype])
     assert flags.device_of(args) == torch.device(device)
+
+
+@pytest.mark.parametrize("flag, small, device", [
+    ("auto", SMALL, "cpu"), ("auto", 1, "cuda"), ("cuda", SMALL, "cuda")])
+def test_auto_takes_a_gpu_for_a_large_model(flag, small, device, monkeypatch):
+    placed = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lab.loading.load.SMALL", small)   # the built-in model has a million
+    monkeypatch.setattr(GPT, "to", lambda model, place, *_: placed.append(str(place)))
+    args = command_line.parser("").parse_args(["--device", flag])
+    command_line.load_inputs(args)
+    prepared(args)
+    assert placed == [device] * 2
+
+
+@pytest.mark.parametrize("command, device", [
+    (["ladder"], "cpu"), (["rows"], "cpu"), (["rows", "--model", "random"], "cuda"),
+    (["bench"], "cuda"), (["rows", "--device", "cuda"], "cuda")])
+def test_auto_for_an_experiment_goes_by_the_name_of_its_model(command, device, monkeypatch):
+    def work(args, device, dtype):
+        raise ValueError(f"on {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=f"on {device}"):
+        experiments.measure(work, None, experiments.parser().parse_args(command))
 
 
 def test_a_full_disk_is_one_line_and_costs_no_text():

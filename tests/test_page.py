@@ -662,6 +662,14 @@ def test_two_timelines_fit_a_laptop_and_so_do_the_knobs(size, show):
     assert max(own) < shown.run("return $('transport').getBoundingClientRect().top"), own
 
 
+def test_both_pictures_of_the_first_stop_are_in_sight_on_a_phone(show):
+    shown = show()
+    resize(shown.browser, 390, 844)
+    bar, *pictures = shown.run("""return [...document.querySelectorAll("#transport, canvas")].map(
+        node => node.getBoundingClientRect()).map(({top, bottom}) => [top, bottom])""")
+    assert len(pictures) == 2 and pictures[1][1] <= bar[0], (bar, pictures)
+
+
 @pytest.mark.parametrize("width", [390, 320])
 def test_a_phone_can_be_read_and_nothing_overflows(width, show):
     shown = show()

@@ -12,7 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 from common import ROOT, THOROUGH
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 import generate_prefix
@@ -97,7 +100,7 @@ def test_sizes_and_workloads_are_counted():
     readme, vllm = ((ROOT / page).read_text(encoding="utf-8")
                     for page in ("README.md", "docs/vllm.md"))
     assert f"{len(path)} files, {sum(lines.values()):,} lines" in readme
-    assert readme.count(f"| {sum(lines.values()):,} |") == 1
+    assert readme.count(f"| {sum(lines.values()):,} |") == 1 and readme.count("\n") <= 75
     last = sum(lines[name] for name in ("scheduler.py", "paging.py", "generate_prefix.py"))
     assert f"{round(last, -2)} lines" in readme and f"{round(last, -2)} lines" in vllm
     for page in readme, vllm, scheduler.__doc__, generate_prefix.__doc__:
@@ -131,6 +134,37 @@ def test_a_picture_says_what_was_measured_and_where(drawn):
                         ("bench.png", "GPT-2, W1")):
         words = " ".join(text.get_text() for text in drawn[name].findobj(Text))
         assert model in words and results.load("bench")[0]["measured"]["machine"] in words
+
+
+def contrast(*colors):
+    """WCAG's contrast of two colours."""
+    def luminance(color):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+                  for c in to_rgb(color)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(luminance(color) + 0.05 for color in colors)
+    return high / low
+
+
+def test_pictures_can_be_read_on_a_white_and_on_a_dark_page(drawn):
+    """GitHub shows a README 830 pixels wide, on a phone 358."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    widths = dict(re.findall(r'src="docs/pictures/(\S+)" width="(\d+)"', readme))
+    for name, picture in drawn.items():
+        if isinstance(picture, str):
+            shown, wide = 358 if "narrow" in name else 830, re.search(r'Box="0 0 (\d+)', picture)[1]
+            assert min(map(int, re.findall(r"(\d+)px", picture))) * shown >= 11 * int(wide)
+            inks = {*re.findall(r"fill: (#\w+)", picture)}
+        else:
+            assert plt.imread(pictures.FOLDER / name)[0, 0, 3] == 0   # transparent
+            texts = [text for text in picture.findobj(Text) if text.get_text()]
+            pixels = int(widths.get(name, 830)) / picture.get_figwidth() / 72   # a point's
+            assert all(text.get_fontsize() * pixels >= 11 for text in texts), name
+            inks = {line.get_color() for line in picture.findobj(Line2D)}
+            inks |= {text.get_color() for text in texts if len(text.get_text()) > 3}   # of no cell
+        for ink in inks:   # no colour reaches 4.4 on both
+            assert min(contrast(ink, page) for page in ("#ffffff", "#0d1117")) > 3, (name, ink)
 
 
 def test_the_preemption_storm():

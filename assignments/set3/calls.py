@@ -9,8 +9,8 @@ from scheduler import Scheduler
 
 class Hooked(Scheduler):
     """
-    What schedule asks. `admit` refuses those that are `refused` or lack room, and the others find
-    `finds` tokens computed already. There is memory for `room` new tokens in a step.
+    What schedule asks. There is memory for `room` new tokens in a step. `admit` refuses those that
+    are `refused` or too long for it; the others find `finds` tokens computed already.
     """
 
     def __init__(self, max_batch, token_budget, room=math.inf):

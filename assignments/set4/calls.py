@@ -1,6 +1,6 @@
 """Set 4: runs one function on a case, and returns what it gives and changes."""
 import torch
-from probes import attended, devices_of, fill, layout_of, plan_of
+from probes import LAYERS, attended, devices_of, fill, layout_of, plan_of
 
 from beyond import prepacked
 from beyond.prepacked import Packed
@@ -46,7 +46,8 @@ def on_a_device(layout, *names):
     return devices_of(lambda device: layout(plan, device), *names)
 
 
-def varlen(rows, heads, size, attention="varlen", mask=()):
+def varlen(rows, heads, size, attention="varlen", mask=(), lost=False):
+    """lost: a value in the first request's cache is NaN, which is that request's alone."""
     class LaidOut(Flat):   # as part c has to set it
         def lay_out(self, device):
             self.tokens = self.positions = torch.zeros(self.cu_seqlens[-1], dtype=torch.long)
@@ -54,6 +55,8 @@ def varlen(rows, heads, size, attention="varlen", mask=()):
 
     plan = plan_of(rows)
     fill(plan, heads, size)
+    if lost:
+        plan[0][0].kv.v[LAYERS[0]][0, 0, 0] = torch.nan
     return attended(LaidOut(plan, None, attention), heads, size)
 
 

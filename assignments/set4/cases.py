@@ -47,6 +47,9 @@ def cases(rng):
         sizes = {"rows": each, "heads": 2 + i % 2, "size": 3 - i % 2}
         attend += [{"call": "varlen", **sizes},
                    {"call": "masked", **sizes, "mask": block_diagonal(each)}]
+    two = [{"prompt": 2, "generated": 1, "computed": 2, "n": 1}] * 2
+    attend.append({"call": "masked", "rows": two, "heads": 2, "size": 3, "lost": True,
+                   "mask": block_diagonal(two)})
     streams = [{"call": call, "rows": each} for each in drawn for call in ("flat", "flat_mask")]
     return {"a": [*packings(rng)], "b": [*rows(rng)],
             "c": [*streams, {"call": "flat_on_a_device"}, {"call": "flat_mask_on_a_device"}],

@@ -139,7 +139,7 @@ def cache(page, name, **pool):
 def hash_of_page(tokens, page_size, pages, prompt=None):
     """For one page after the other, of a request and of one that begins otherwise."""
     n = len(tokens) if prompt is None else prompt
-    scheduler = PrefixScheduler(1, 1, 40, page_size)
+    schedulers = [PrefixScheduler(1, 1, 40, page_size) for _ in range(2)]   # hashes stay
     A, B = requests_of([{"prompt": each[:n], "generated": each[n:]}
                         for each in (tokens, [11, *tokens[1:]])])
     found, made = {}, []
@@ -151,7 +151,7 @@ def hash_of_page(tokens, page_size, pages, prompt=None):
     with patch.object(generate_prefix, "sha256", sha256):
         for call, i in enumerate(pages):
             for request in A, B:
-                said = scheduler.hash_of_page(request, i)
+                said = schedulers[call % 2].hash_of_page(request, i)
                 found[f"call {call}, page {i} of {request.name}"] = said and said.hex()[:8]
                 found["page_hash is called again for the same page"] = len(made) - len({*made})
     return found
@@ -180,6 +180,7 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     queue.waiting.append(request)
     said = queue.admit(request)
     return {"it returns": said, "block table": request.block_table, **changes_of([request], before),
+            "waiting, running": [queue.waiting, queue.running],
             "free queue": [*pool.free_queue], "pages whose count has grown": [
                 page for page in range(40) for _ in range(pool.ref_count[page] - (page in used))],
             "it asks for the hash of": [f"page {i}" for i in asked if i >= (

@@ -49,7 +49,7 @@ TABLES = {   # a table's name in a page: what makes it, a Table or several, and 
 def measure(work, table, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
-    device = flags.device_of(args)
+    device = flags.device_of(args, getattr(args, "model", "builtin") == "builtin")
     taken = []
     native.keep_memory()   # else what the system clears for each temporary is in every figure
     found = work(args, device, flags.DTYPES[args.dtype])

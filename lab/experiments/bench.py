@@ -44,7 +44,7 @@ FLAGS = {
                         help="W1 mixed, W2 prefill, W3 decode"),
     "--systems": dict(nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS],
                       metavar="NAME", help="only these"),
-    **{f"--{engine}": dict(metavar="PYTHON", default=sys.executable, help=f"that has {name}")
+    **{f"--{engine}": dict(metavar="PYTHON", default=sys.executable, help=f"one that has {name}")
        for name, engine in PEERS.items()}}
 
 

@@ -8,25 +8,25 @@ from matplotlib.patches import Patch
 from lab.experiments import bench as benchmark
 from lab.experiments import rows as measured
 from lab.views import sights
-from lab.views.plots import COLORS, COUNTED, NAMES, WIDTH, box, pyplot, save, style
+from lab.views.plots import COLORS, COUNTED, INK, LINE, NAMES, WIDTH, box, pyplot, save, style
 
 # None of these means anything in a timeline or a mask.
-CYCLE = "#56B4E9", "#882255", "#999933", "#999999", "#8C6239", "#222222", "#0072B2"
+CYCLE = "#2E94CC", "#A5703F", "#8F8F2E", "#858585", "#6B7FB3", "#D14B8F", "#0072B2"
 STAGES = "unbatched", "naive", "dynamic", "chunked", "interleaved", "ragged, varlen", "paged"
 LOOKS = {   # of a bar: what computes a system's passes is told apart without colour, too
     look: dict(facecolor=color, hatch=hatch, edgecolor="white", linewidth=0)
     for look, color, hatch in (
-        ("plain PyTorch", "#56B4E9", ""), ("compiled step", "#8C6239", "////"),
-        ("another engine", "#999999", "...."))}
-PAGES = {"held by one request": "#CCBB44", "shared by several": "#444444",
-         "free, but cached": "#F0EBCF", "free": "white"}
+        ("plain PyTorch", "#2E94CC", ""), ("compiled step", "#A5703F", "////"),
+        ("another engine", "#858585", "...."))}
+PAGES = {"held by one request": "#CCBB44", "shared by several": "#6B6B6B",
+         "free, but cached": "#CCBB4444", "free": "none"}
 
 
 def finished(figure, path, below="", rect=(0, 0, 1, 1), **layout):
     """below: what was measured, and where, as small print"""
     low = rect[1] + 0.16 / figure.get_figheight() * bool(below)
     figure.tight_layout(rect=(rect[0], low, *rect[2:]), **layout)
-    figure.text(0.01, 0.06 / figure.get_figheight(), below, fontsize=8, color="#555555")
+    figure.text(0.01, 0.06 / figure.get_figheight(), below, fontsize=9)
     return save(figure, path)
 
 
@@ -54,7 +54,7 @@ def lines(curves, path=None, log=False, below="", notes=(), **labels):
             axis.set_major_formatter("{x:g}")
     for text, point, offset in notes:
         ax.annotate(text, point, offset, textcoords="offset points", fontsize=9, va="center",
-                    arrowprops={"arrowstyle": "-", "color": "#777777"})
+                    arrowprops={"arrowstyle": "-", "color": INK})
     ax.set(**labels)
     ax.grid(True)
     ax.legend(fontsize=9)
@@ -103,12 +103,11 @@ def bench(*results, path=None):
         bars = ax.barh(systems, [benchmark.speed(result, name) for name in systems], height=0.75)
         for bar, name in zip(bars, systems):
             bar.set(**LOOKS[benchmark.kind_of(name)])
-        ax.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=8,
-                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})
+        ax.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=9)
         most = result["tokens"] / result["roofline"]
-        limit = ax.axvline(most, color="black", linestyle="--", linewidth=1,
+        limit = ax.axvline(most, color=INK, linestyle="--", linewidth=1,
                            label="roofline: all that memory and arithmetic allow")
-        ax.text(most, 1, f"{most:,.0f}", fontsize=8, ha="center", va="bottom",
+        ax.text(most, 1, f"{most:,.0f}", fontsize=9, ha="center", va="bottom",
                 transform=ax.get_xaxis_transform())
         name = result["workload"]
         ax.set(title="\n".join([f"{result['model']}, {name} {benchmark.WORKLOADS[name]}",
@@ -173,11 +172,10 @@ def draw_prompts(ax, slots):
     """Rows of slots, each with its token's label; "·" is a pad."""
     for (i, j), label in np.ndenumerate(slots):
         if label == "·":
-            box(ax, j, i, facecolor=COLORS["pad"], edgecolor="#BBBBBB", hatch="////")
+            box(ax, j, i, facecolor=COLORS["pad"], edgecolor=LINE, hatch="////")
             continue
-        box(ax, j, i, label, "white", facecolor=COLORS["prefill"])
-        if label[1:] == "0" and j and slots[i][j - 1] != "·":   # behind another prompt
-            ax.plot([j, j], [i, i + 1], "w", linewidth=5, solid_capstyle="butt")
+        behind = label[1:] == "0" and j and slots[i][j - 1] != "·"   # another prompt: a gap
+        box(ax, j + 0.14 * behind, i, label, "white", facecolor=COLORS["prefill"])
 
 
 # --- a pool of pages ------------------------------------------------------------------------------
@@ -212,7 +210,7 @@ def pool(seen, path=None):
     right.set(xlim=(-1, max(map(len, tables.values()))), ylim=(max(len(tables), 8), 0),
               title=f"the block tables at step {fullest}")
     right.axis("off")
-    handles = [Patch(facecolor=color, edgecolor="#BBBBBB", label=label)
+    handles = [Patch(facecolor=color, edgecolor=LINE, label=label)
                for label, color in PAGES.items()]
     figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
     return finished(figure, path, rect=(0, 0.06, 1, 1))

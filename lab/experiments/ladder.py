@@ -140,7 +140,7 @@ def bug(result):
     rows = [[f"…{line(prompt)[-36:]}", beginning(right), beginning(wrong)]
             for prompt, right, wrong in (result["ruined"][name] for name in ("r2", "r8"))]
     how = (f"In *interleaved* the mask changes {len(result['ruined'])} of {result['requests']} "
-           "answers. Here are two, from the same random numbers. Right is what the request gets "
-           "alone, character by character: that it is nonsense, too, does not matter.")
+           "answers. Here are two, drawn with the same random numbers. *Right* is what the request "
+           "gets alone, character by character; that it is nonsense as well does not matter.")
     return Table(["prompt", "right", "with the published mask"], rows, how, words=3,
                  small_print="{how}")

@@ -3,8 +3,9 @@ The README's picture that moves: a long prompt arrives while others decode, in d
 ragged.
 
 The stages run for real, on the clock of a calculated GPU (lab/simulate/). A tick is a token that a
-request gets, a bar is a piece of a prompt. The picture is an SVG whose only animation is a veil
-that slides off it, several times slower than the GPU. Without motion it is unveiled.
+request gets, a bar is a piece of a prompt. The picture is an SVG that shows all of it faintly from
+the start. Its only animation is a mask that slides along and brings it out, several times slower
+than the GPU. The picture is transparent: one file serves light and dark pages.
 """
 import statistics
 from pathlib import Path
@@ -14,7 +15,7 @@ from lab.flags import knobs_of
 from lab.loading.stages import STAGES
 from lab.simulate.calculated import simulate
 from lab.simulate.hardware import GPUS, MODELS
-from lab.views.plots import COLORS
+from lab.views.plots import COLORS, INK
 from request import Request
 
 TEMPLATE = Path(__file__).with_suffix(".svg")
@@ -27,11 +28,6 @@ PANELS = {   # title; why a token takes so long afterwards
     "chunked": (f"chunked: {BUDGET} tokens a step", "padded to 3,500 keys"),
     "ragged, varlen": ("ragged: and no padding", "its own keys alone")}
 UNDRAWN = "interleaved"           # its figures are told, too
-THEMES = {   # the colours of lab/views/plots.py, lighter on a dark page
-    "light": {"paper": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#d0d7de",
-              **{kind: COLORS[kind] for kind in ("prefill", "decode", "finished")}},
-    "dark": {"paper": "#0d1117", "ink": "#e6edf3", "soft": "#9198a1", "line": "#30363d",
-             "prefill": "#4ba3e3", "decode": "#2fc89b", "finished": "#ff7b6b"}}
 
 
 def run(stage):
@@ -80,7 +76,7 @@ def panel(trace, title, why, x_of, right, top):
     below = top + 45   # title and result
     y_of = {request.name: below + i * ROW for i, request in enumerate(trace.requests)}
     high = len(y_of) * ROW
-    parts = [text(LEFT, top + 14, title, "title"),
+    masked, parts = [], [text(LEFT, top + 14, title, "title"),
              text(LEFT, top + 35, f"worst wait {worst:.0f} ms, done after {done:.2f} s", "result")]
     for name, y in y_of.items():
         parts += [text(LEFT - 8, y + 10, name, anchor="end"),
@@ -94,22 +90,22 @@ def panel(trace, title, why, x_of, right, top):
     for p in trace.passes:   # the second pass of a step follows its first
         begin, step = begin if p.step == step else trace.step_times[p.step], p.step
         end = begin + p.seconds
-        parts += [rect(x_of(begin), y_of[name] + 2, max(x_of(end) - x_of(begin) - 0.8, 1), 8,
-                       "prefill") for name, _, n in p.work if n > 1]
+        masked += [rect(x_of(begin), y_of[name] + 2, max(x_of(end) - x_of(begin) - 0.8, 1), 8,
+                        "prefill") for name, _, n in p.work if n > 1]
         begin = end
     for request in trace.requests:
         y = y_of[request.name] + 2
-        parts.append(path("".join(f"M{x_of(t):.1f} {y}v8" for t in request.token_times), "token"))
+        masked.append(path("".join(f"M{x_of(t):.1f} {y}v8" for t in request.token_times), "token"))
     x, y = x_of(ARRIVAL), below + high + 12
-    parts += [text(right, y, f"{after:.0f} ms a token: {why}", "soft", "end"),
-              text(x, y, "arrives", "soft", "end"),
+    parts += [text(right, y, f"{after:.0f} ms a token: {why}", anchor="end"),
+              text(x, y, "arrives", anchor="end"),
               path(f"M{x:.1f} {below - 2}v{high + 4}", "arrival"),
-              '<g class="veil">', rect(LEFT, below - 3, right, high + 4, "paper"),
-              path(f"M{LEFT} {below - 3}v{high + 4}", "edge"), "</g>"]
+              '<g mask="url(#seen)">', *masked, "</g>",
+              path(f"M{right} {below - 3}v{high + 4}", "edge slide")]
     return "".join(parts)
 
 
-def picture(traces, theme, width):
+def picture(traces, width):
     """The SVG text for {stage: trace} and UNDRAWN's, all on one axis of seconds."""
     last = max(figures(traces[stage])[1] for stage in PANELS)
     right, total = width - 12, last * SLOWER + HOLD
@@ -119,11 +115,12 @@ def picture(traces, theme, width):
 
     panels = [panel(traces[stage], *PANELS[stage], x_of, right, 38 + HIGH * i)
               for i, stage in enumerate(PANELS)]
-    panels += [text(x_of(tick / 5), 540, f"{tick / 5:.1f} s", "soft", "middle")
+    panels += [text(x_of(tick / 5), 540, f"{tick / 5:.1f} s", anchor="middle")
                for tick in range(int(last * 5) + 1)]
     worst, done, _ = figures(traces[UNDRAWN])
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        theme, width=width, height=590, away=width - LEFT, prompt=f"{PROMPT:,}", slower=SLOWER,
+        COLORS, ink=INK, width=width, height=590, left=LEFT, away=right - LEFT,
+        prompt=f"{PROMPT:,}", slower=SLOWER,
         panels="\n".join(panels), undrawn=f"{worst:.0f} ms, done after {done:.2f} s",
         seconds=f"{total:.1f}s", done=f"{100 * last * SLOWER / total:.1f}%")
 
@@ -134,6 +131,5 @@ def traces():
 
 
 def pictures(traces):
-    """{file: SVG text}: wide and narrow, light and dark."""
-    return {f"motion-{name}{size}.svg": picture(traces, theme, width)
-            for name, theme in THEMES.items() for size, width in (("", 840), ("-narrow", 400))}
+    """{file: SVG text}, for a page and for a phone."""
+    return {"motion.svg": picture(traces, 830), "motion-narrow.svg": picture(traces, 380)}

@@ -187,7 +187,8 @@ function fill() {                        // the frames that are there, with the 
 }
 
 function halfHigh({requests}) {          // of a row, in pixels, if two timelines shall be in sight
-  return Math.max(1, Math.min(13, Math.floor((innerHeight - 440) / 2 / requests.length)));
+  const most = innerWidth <= 760 ? 11 : 13;
+  return Math.max(1, Math.min(most, Math.floor((innerHeight - 440) / 2 / requests.length)));
 }
 
 function drawLegend({sees, timeline, change}) {   // of what can be seen now

@@ -28,7 +28,9 @@ from toolbox.weights import NAMES, Kind, find, gpt2_config, gpt2_names, read
 GPT2 = Kind(gpt2_config, gpt2_names, lambda config: GPT(GPTConfig(**config)))
 LLAMA = Kind(llama_config, llama_names, lambda config: Llama(LlamaConfig(**config)))
 KINDS = {"gpt2": GPT2, **dict.fromkeys(MODEL_TYPES, LLAMA)}
-SMALL = 30_000_000   # parameters; below that, threads wait for each other longer than they compute
+# Parameters. A model with fewer is faster on one thread of a CPU: several threads wait for each
+# other longer than they compute, and a GPU is done before its next kernel is launched.
+SMALL = 30_000_000
 
 
 def load_model(name="builtin", dtype=torch.float32):
@@ -64,12 +66,16 @@ def load(name="builtin", dtype=torch.float32):
     return read(found, dtype), tokenizer
 
 
+def is_small(model):
+    return sum(p.numel() for p in model.parameters()) < SMALL
+
+
 def set_threads(model, threads=None):
     """
     How many threads compute `model` on a CPU: `threads`, or OMP_NUM_THREADS of the environment, or
-    one for fewer than SMALL parameters, or as many as torch chooses. Call it before the model runs.
+    one for a small model, or as many as torch chooses. Call it before the model runs.
     """
-    small = model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL
+    small = model.device.type == "cpu" and is_small(model)
     if threads is None and small and not os.environ.get("OMP_NUM_THREADS"):
         threads = 1
     if threads:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from lab import flags
-from lab.loading.load import load, set_threads
+from lab.loading.load import is_small, load, set_threads
 from lab.server.app import LOCAL, Server
 from lab.server.engine import Engine
 from toolbox.validate import at_least_1, one_line
@@ -63,7 +63,7 @@ def serve(args):
 def prepared(args):
     """(model, tokenizer), where and with as many threads as they will be used."""
     model, tokenizer = load(args.model)
-    model.to(flags.device_of(args), flags.DTYPES[args.dtype])
+    model.to(flags.device_of(args, is_small(model)), flags.DTYPES[args.dtype])
     set_threads(model, args.threads)
     if args.optimize:
         from lab.compiled import optimize  # only then is it needed

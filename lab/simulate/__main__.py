@@ -1,5 +1,5 @@
 """
-Calculates what a stage reaches on a GPU that is not here.
+Calculates what a stage reaches on any GPU, without having it.
 
     python -m lab.simulate --gpu a100 --model llama-2-7b --stage prefix --input 1024 --clients 8
 """
@@ -27,13 +27,13 @@ def main(argv=None):
     add("--model", default="llama-2-7b", help="a name, see sheets.json")
     add("--dtype", default="float16", choices=BYTES)
     add("--tp", type=whole, default=1, help="tensor parallel ranks")
-    add("--engine", default="vllm", choices=ENGINES, help="whose times, and how it plans")
+    add("--engine", default="vllm", choices=ENGINES, help="its times, and how it plans")
     add("--stage", default="prefix", choices=SCRIPTS)
     add("--input", type=flags.bounds, default="1024", help="a prompt's tokens: N or LOW:HIGH")
     add("--output", type=flags.bounds, default="128", help="an answer's tokens: N or LOW:HIGH")
     add("--requests", type=whole, default=160, help="how many")
     add("--prefix", type=partial(whole, least=0), default=0,
-        help="tokens before each input that all have in common")
+        help="common tokens that come before each input")
     add("--ttft", type=above_0, help="goodput: the limit on TTFT, in ms")
     add("--itl", type=above_0, help="goodput: the limit on a request's mean ITL, in ms")
     add("--seed", type=int, default=0)

@@ -7,10 +7,12 @@ What every script can draw with --plot, in one visual language:
 
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
 repeats the distinction. The docs' figures, in lab/experiments/figures.py, use the same language.
+
+A picture has no background: its colours can be read on a white and on a dark page.
 """
-COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#E4E4E4",
-          "finished": "#CC3311", "waiting": "#999999"}
-KEYS = {"past": "#5E4FA2", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
+COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#8888883A",
+          "finished": "#CC3311", "waiting": "#8C8C8C"}
+KEYS = {"past": "#6B5CB8", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
 NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again", "pad": "padding",
          "finished": "finished, still computed", "waiting": "waiting"}
 
@@ -18,6 +20,8 @@ COUNTED = {   # a colour -> what a forward pass counts of it
     "decode": "useful", "recomputed": "recomputed", "pad": "pad_slots",
     "finished": "finished_slots"}
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
+INK = "#777B80"    # of text: as far from white as from a dark page
+LINE = "#88888866"   # around cells
 
 
 def pyplot():
@@ -29,8 +33,11 @@ def pyplot():
     import matplotlib.pyplot as plt
     plt.rcParams.update({
         "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-        "axes.titlelocation": "left", "axes.titlesize": 10, "grid.color": "#EEEEEE",
-        "hatch.linewidth": 0.4, "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False})
+        "axes.titlelocation": "left", "axes.titlesize": 10, "grid.color": "#88888838",
+        "hatch.linewidth": 0.4, "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False,
+        "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color",
+                         "ytick.color"), INK)})
     return plt
 
 
@@ -44,7 +51,7 @@ def style(kind):
 def box(ax, x, y, label="", ink="black", **looks):
     """A cell of a grid with a label in it."""
     from matplotlib.patches import Rectangle
-    looks = {"edgecolor": "white", "linewidth": 0.5, "clip_on": False, **looks}
+    looks = {"edgecolor": LINE, "linewidth": 0.5, "clip_on": False, **looks}
     ax.add_patch(Rectangle((x, y), 1, 1, **looks))
     ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=9, color=ink)
 

@@ -3,7 +3,7 @@ Draws which keys each token sees, as the X-ray measured it: queries down, keys a
 
     purple  a key from the cache          grey, hatched   padding, seen by no token
     orange  a new key                     red             seen, and should not be
-    white   not seen                      red outline     not seen, and should be
+    empty   not seen                      red outline     not seen, and should be
 
 The X-ray counts pads of one kind, but cannot tell them apart. Where a query sees three of seven,
 the three on the right are drawn.
@@ -14,9 +14,9 @@ import torch
 from matplotlib.patches import Patch
 
 from lab.checks.xray import PAD, keys_of
-from lab.views.plots import COLORS, KEYS, NAMES, WIDTH, box, pyplot, save
+from lab.views.plots import COLORS, KEYS, LINE, NAMES, WIDTH, box, pyplot, save
 
-RED, LINE = COLORS["finished"], "#BBBBBB"
+RED = COLORS["finished"]
 CELL, TOP = 0.24, 0.5   # inches
 
 
@@ -99,10 +99,10 @@ def cell(may_see, sees, is_past):
 LOOKS = {   # a cell's kind: its looks, and its name in the legend
     "past": (dict(facecolor=KEYS["past"]), "sees a cached key"),
     "new": (dict(facecolor=KEYS["new"]), "sees a new key"),
-    "": (dict(facecolor="white"), "does not see"),
+    "": (dict(facecolor="none"), "does not see"),
     "pad": (dict(facecolor=COLORS["pad"], hatch="////"), NAMES["pad"]),
     "wrong": (dict(facecolor=RED), "sees, and must not"),
-    "missing": (dict(facecolor="white", edgecolor=RED, linewidth=1.5),
+    "missing": (dict(facecolor="none", edgecolor=RED, linewidth=1.5),
                 "must see, and does not")}
 
 
