@@ -7,8 +7,8 @@
 #
 # You have read most of these methods in notebooks 3 to 5. Write them without looking back: then you
 # see which rule you would have forgotten. A weak day takes three hours and a half, a good one half
-# of that. Each step ends with two hints, and `give_up(1)` takes our code for what is not right yet
-# in step 1, so nobody has to stop before the race.
+# of that. Each step ends with two hints, and `give_up(1)`, in a new cell, takes our code for what
+# is not right yet in step 1, and shows it: so everybody gets to the race.
 
 # %%
 from collections import deque
