@@ -98,15 +98,21 @@ def in_queue(queue, running, waiting, call):
             queue.pool.allocate(request.block_table, row["pages"])
         else:
             cache_for(request)
-    before = facts_of(requests)
+    before, tables = facts_of(requests), [[*(each.block_table or [])] for each in requests]
     found = {"it returns": call(requests), "running": queue.running, "waiting": queue.waiting,
              "waiting is a": type(queue.waiting).__name__, **changes_of(requests, before)}
     if hasattr(queue, "pool"):
         found["preemptions"] = queue.pool.counts["preemptions"]
         found["free pages"] = len(queue.pool.free_queue)
+        found["pages stay where they are in their tables"] = all(
+            not each.block_table or [*each.block_table[:len(table)]] == table
+            for each, table in zip(requests, tables))
         found["the pool"] = [*page_faults(
             [each.block_table for each in requests if each.block_table is not None],
             [*queue.pool.free_queue], queue.pool.number)]
+        for each in requests:
+            if isinstance(each.block_table, list):
+                each.block_table.append("a page")   # shows in a table that serves several requests
     return found
 
 

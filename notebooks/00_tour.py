@@ -1,5 +1,5 @@
 # %% [markdown]
-# # The tour: why batch, and how, in a quarter of an hour
+# # The tour: why batch, and how
 #
 # An LLM server gets many requests at once. This repository serves them in eight ways, called
 # *stages*, each a script that you can read in one sitting. This notebook shows where they lead, and

@@ -230,8 +230,7 @@ for budget in 1, 2, 3, 4, n:
 #
 # ## Your turn: the causal rule with a past
 #
-# Write the mask for T new tokens and S keys, past included. Your function takes the place of the
-# causal rule in `Head`, and *chunked* runs with it.
+# Write the mask for T new tokens and S keys, past included.
 
 # %% tags=["exercise"]
 @exercise

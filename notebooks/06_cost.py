@@ -204,7 +204,7 @@ ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 # <details><summary>Answer</summary>
 #
 # For one: five rows take the time of one, and each right guess saves a pass. With 200 requests a
-# pass has 1,000 rows, far above 153, so it takes about five times as long
+# pass has 1,000 rows, far above 153: with 512 cached tokens each, it takes nearly twice as long
 # ([docs/beyond.md](../docs/beyond.md#guessing-tokens)). Batching uses up the idle arithmetic that
 # guessing lives on.</details>
 #

@@ -2,13 +2,13 @@
 # # 8. Your engine
 #
 # Now you build one: a scheduler, a layout, memory in pages, and a prefix cache. You write thirteen
-# methods, most of them 5 to 20 lines long, in four steps, and each takes the place of one of ours.
-# At the end the stage *prefix* runs on your code, and serves twelve prompts beside ours.
+# functions, most of them 5 to 20 lines long, in four steps. Each takes the place of one of ours. At
+# the end the stage *prefix* runs on your code, and serves twelve prompts beside ours.
 #
-# You have read most of these methods in notebooks 3 to 5. Write them without looking back: then you
-# see which rule you would have forgotten. A weak day takes three hours and a half, a good one half
-# of that. Each step ends with two hints, and `give_up(1)`, in a new cell, takes our code for what
-# is not right yet in step 1, and shows it: so everybody gets to the race.
+# You have read most of them in notebooks 3 to 5. Write them without looking back: then you see
+# which rule you would have forgotten. A weak day takes three hours and a half, a good one half of
+# that. Each step ends with two hints, and `give_up(1)`, in a new cell, takes our code for what is
+# not right yet in step 1, and shows it: so everybody gets to the race.
 
 # %%
 from collections import deque
@@ -71,8 +71,8 @@ from scheduler import Scheduler
 #
 # After the pass, `advance(plan, tokens)` records it. Each request has n more tokens computed. Those
 # whose `todo` the plan covers in full are *due*: they get a token. `indices_due(plan)` returns
-# their places in the plan, and `tokens` has one token for each of them only, in this order. (A plan
-# may hold requests with n = 0.)
+# their places in the plan, and `tokens` has one token for each of them only, in this order. Both
+# lists stay as they are. (A plan may hold requests with n = 0.)
 
 # %% tags=["exercise"]
 def schedule(self, step):
@@ -170,8 +170,8 @@ judge(2, lay_out, attend, skip)
 #
 # The pool `self.pool` has `page_size` tokens to a page; page p has the slots from `p * page_size`
 # on. `request.block_table` lists a request's pages. `self.pool.free_queue` holds the free pages,
-# and `self.pool.allocate(table, number)` moves so many of them to the end of a table.
-# `self.pool.needed(tokens)` says how many pages so many tokens take.
+# and `self.pool.allocate(table, number)` moves so many of them to the end of a table. (Use it: step
+# 4 has another pool.) `self.pool.needed(tokens)` says how many pages so many tokens take.
 #
 # - `lay_out`, of `Paged`: call `Flat.lay_out(self, device)`, which is yours. Then set the four
 #   tensors that a kernel is given, long: `self.query_start_loc` `(B + 1,)`, where each request's
@@ -220,8 +220,8 @@ judge(3, lay_out, admit, make_room, preempt)
 # `more = self.pool.needed(request.computed + n) - len(request.block_table)`; while `more` exceeds
 # `len(self.pool.free_queue)`, preempt a victim; if it was the request, return False; then allocate.
 # In `lay_out`, a loop will do: for each request and each position p from start to end - 1, the slot
-# is `request.block_table[p // size] * size + p % size`. To make tables of one length, append zeros.
-# </details>
+# is `request.block_table[p // size] * size + p % size`. To make tables of one length, append zeros
+# to copies of them.</details>
 #
 # ## Step 4: prefixes
 #

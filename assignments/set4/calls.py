@@ -37,7 +37,7 @@ def flat_on_a_device():
     return on_a_device(Flat, "tokens", "positions", "wanted")
 
 
-def flat_mask_on_a_device():
+def mask_on_a_device():
     return on_a_device(lambda plan, device: Flat(plan, device, "mask"), "mask")
 
 

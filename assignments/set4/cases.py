@@ -7,9 +7,8 @@ PACKED, FLAT = "beyond/prepacked.py:", "generate_ragged.py:Flat."
 PARTS = {   # points, what it is about, {function: its calls, those for "mask" with the mask's}
     "a": (2, "bin packing", {f"{PACKED}first_fit_decreasing": "first_fit_decreasing"}),
     "b": (4, "packed rows", {f"{PACKED}Packed.lay_out": "packed packed_on_a_device"}),
-    "c": (3, "the stream and its mask", {
-        f"{FLAT}lay_out": "flat flat_on_a_device",
-        f"{FLAT}block_diagonal": "flat_mask flat_mask_on_a_device"}),
+    "c": (3, "the stream and its mask", {f"{FLAT}lay_out": "flat flat_on_a_device",
+                                         f"{FLAT}block_diagonal": "flat_mask mask_on_a_device"}),
     "d": (3, "attention", {f"{FLAT}attend": "varlen", f"{FLAT}skip": "varlen",
                            f"{FLAT}hide": "masked"})}
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
@@ -52,5 +51,5 @@ def cases(rng):
                    "mask": block_diagonal(two)})
     streams = [{"call": call, "rows": each} for each in drawn for call in ("flat", "flat_mask")]
     return {"a": [*packings(rng)], "b": [*rows(rng)],
-            "c": [*streams, {"call": "flat_on_a_device"}, {"call": "flat_mask_on_a_device"}],
+            "c": [*streams, {"call": "flat_on_a_device"}, {"call": "mask_on_a_device"}],
             "d": attend}

@@ -79,6 +79,7 @@ def paged_attention(lengths, page_size, pool, heads, size):
 
 def with_pool(call, pages, page_size, running, waiting):
     queue = PagedScheduler(16, 64, pages, page_size)
+    queue.pool.counts["preemptions"] = 2   # so far
     return in_queue(queue, running, waiting, lambda all: call(queue, all))
 
 
@@ -154,6 +155,8 @@ def hash_of_page(tokens, page_size, pages, prompt=None):
                 said = schedulers[call % 2].hash_of_page(request, i)
                 found[f"call {call}, page {i} of {request.name}"] = said and said.hex()[:8]
                 found["page_hash is called again for the same page"] = len(made) - len({*made})
+                found["page_hashes keeps all"] = found.get("page_hashes keeps all", True) and (
+                    said in request.page_hashes)
     return found
 
 

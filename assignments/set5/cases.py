@@ -82,7 +82,7 @@ def states(rng):
         yield {"call": "preempt", "request": chr(65 + i), **state}
     for pages in range(5):
         for prompt, generated in (1, 0), (4, 0), (5, 0), (3, 2), (8, 0):
-            yield {"call": "admit", "pages": 2 + pages, "page_size": 4, "running": [
+            yield {"call": "admit", "pages": 2 + pages, "page_size": 4 - pages % 2, "running": [
                 {"prompt": 6, "computed": 6, "generated": 1, "pages": 2}],
                 "waiting": [{"prompt": prompt, "generated": generated}, {"prompt": 1}]}
 
