@@ -92,6 +92,9 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("schedule", 1, "while budget and not preempted and len(self.running) < self.max_batch:",
      "for _ in self.waiting:", "nobody (deque mutated during iteration)"),
     ("lay_out", 2, "self.plan[i][0] for", "self.plan[i][0].name for", "sampled: ['A'], expected"),
+    ("skip", 2, "out = []", "keys, values = (torch.cat(t, 1) for t in zip(*caches))\n    return "
+     "head(q, keys, values, mask=self.block_diagonal())",
+     "as if all scores were computed"),
     ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
      "as if the outputs stood one behind the other in the wrong order"),
     ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
@@ -116,7 +119,8 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("hash_of_page", 4, "known[-1] if known else b\"\"", "b\"\"", "a page were known by its own"),
     ("hash_of_page", 4, "known = request.page_hashes", "known = []", "called again"),
     ("hash_of_page", 4, "known = request.page_hashes",
-     "known = vars(self).setdefault(request.name, [])", "kept with the scheduler, not"),
+     "known = vars(self).setdefault(request.name, [])",
+     "as if hashes were kept with the scheduler, not with the request"),
     ("make_room", 3, "self.pool.allocate(request.block_table, more)", "self.pool.allocate("
      "request.block_table, more)\n    request.block_table.reverse()", "pages stay where they are"),
     ("preempt", 3, '["preemptions"] += 1', '["preemptions"] = 1', "preemptions: 1, expected 3"),
