@@ -166,7 +166,8 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
     value, right = got["value"], right["value"]
     where, value, right = difference(value, right, within * size_of(right))
     verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
-    lacks = ": is a `return` missing?" if value is None and where in ("", "it returns") else ""
+    lacks = " (is a `return` missing?)" if value in (None, "nothing") and where in (
+        "", "it returns", "shape and dtype", "the kind of what it returns") else ""
     said, expected = cut(words(value)), cut(words(right))
     if said == expected:   # 1 and "1"
         said, expected = (f"{each!r:.150} ({type(each).__name__})" for each in (value, right))
@@ -175,8 +176,9 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
 def named(part, answers, i):
     """
-    The mistake that gives the same in case i; of several, the one that differs least in others. It
-    differs in half as many cases as what is right, at most: else it is chance.
+    The mistake that gives the same in case i; of several, the one that differs least in others. Of
+    many cases it differs in half as many as what is right, at most: else it is chance. A notebook's
+    exercise has a few, where a second mistake must not hide the first.
     """
     def differs(gives):
         return sum(not alike(got, wrong or right, part.get("within", TOLERANCE))
@@ -185,7 +187,7 @@ def named(part, answers, i):
     cases = {sentence: differs(gives) for sentence, gives in part["mistakes"].items()
              if gives[i] and alike(answers[i], gives[i], part.get("within", TOLERANCE))}
     sentence = min(cases, key=cases.get, default="")
-    if not cases or 2 * cases[sentence] > differs(part["right"]):
+    if not cases or len(answers) > 9 and 2 * cases[sentence] > differs(part["right"]):
         return ""
     sentence = sentence.strip()
     return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "

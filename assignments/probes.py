@@ -144,6 +144,8 @@ def kind_of(value):
     if isinstance(value, tuple):
         return f"({', '.join(map(kind_of, value))})"
     import torch
+    if value is None:
+        return "nothing"
     if not torch.is_tensor(value):
         return f"a {type(value).__name__}"
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
@@ -235,6 +237,8 @@ def layout_of(batch, *names, context_length=24):
         reads = places_of(batch, batch.wanted)
         sampled = getattr(batch, "sampled", "not set")
         found["sampled"] = "a set: in no order" if isinstance(sampled, set) else sampled
+        if isinstance(sampled, list):   # names are no requests
+            found["sampled"] = [repr(each) if isinstance(each, str) else each for each in sampled]
         found["wanted reads"] = reads if isinstance(reads, str) else [
             owner.get(place, "a slot without a token") for place in reads]
     return found | {name: getattr(batch, name, "not set") for name in names if name not in (
@@ -324,8 +328,8 @@ def devices_of(make, *names):
 
     with Disguise():
         batch = make(there)
-    return {name: " ".join(sorted({"there" if is_there(each) else "on the CPU" for each in
+    return {name: " ".join(sorted({"on `device`" if is_there(each) else "on the CPU" for each in
                                    tree_leaves(getattr(batch, name, None))
                                    if isinstance(each, torch.Tensor)})) or (
-                "there" if name == "wanted" else "no tensor")   # lists are an index anywhere
+                "on `device`" if name == "wanted" else "no tensor")   # lists are an index anywhere
             for name in names}

@@ -22,8 +22,8 @@ for request in requests:
 #
 # A tensor has one width, so the shorter prompts are filled up with *pads*: slots that hold no
 # token. The stage *naive*, `generate_naive.py`, puts them on the left. This is the tensor of its
-# first forward pass, where a dot is a pad. (Its number is that of the row's own first token: so a
-# pad computes nothing that its request would not.)
+# first forward pass, where a dot is a pad. (A slot cannot be empty: each pad holds a copy of its
+# row's first token, which nothing may see.)
 
 # %%
 prefill = look("naive", requests, step=0)

@@ -65,7 +65,7 @@ def plans(requests, **knobs):
     return [" ".join(f"{name}:{n}" for name, _, n in p.work) for p in passes]
 
 # %%
-ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list of three numbers)", guess=...)
+ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list: [.., .., ..])", guess=...)
 
 # %%
 ask("3.2: The same with a budget of 3: in which step (0, 1, 2, ...) is the last token of C's "
@@ -114,8 +114,8 @@ def waits(trace):
 print("prompts first, the longest wait in steps:", waits(prompts_first))
 
 # %%
-ask("3.4: And with decodes first, as our Scheduler does, with 5 tokens a step? (a list of three "
-    "numbers, for A, B and C)", guess=...)
+ask("3.4: And with decodes first, as our Scheduler does, with 5 tokens a step? (for A, B and C: "
+    "[.., .., ..])", guess=...)
 
 # %%
 with folded():

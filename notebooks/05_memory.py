@@ -64,8 +64,8 @@ for p in storm["reserve"].passes[:26:5]:
 #
 # (vLLM calls a page a *block*, hence the name of the table.) The pool's slots are numbered from
 # page to page: slots 0 to 3 are page 0, slots 4 to 7 page 1, and so on. Which slot is a position's?
-# The layout calculates it for each new token of the stream. (`requests` says to which request of
-# the plan each new token belongs, `ends` how many keys each request has after this pass.)
+# The layout calculates it for each new token of the stream. (`row` says to which request of the
+# plan each new token belongs, `self.ends` how many keys each request has after this pass.)
 
 # %%
 source(Paged.lay_out)

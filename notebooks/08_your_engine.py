@@ -7,8 +7,8 @@
 #
 # You have read most of them in notebooks 3 to 5. Write them without looking back: then you see
 # which rule you would have forgotten. A weak day takes three hours and a half, a good one half of
-# that. Each step ends with two hints, and `give_up(1)` takes our code for what is not right yet
-# in step 1, so nobody has to stop before the race.
+# that. Each step ends with two hints, and `give_up(1)`, in a new cell, takes our code for what is
+# not right yet in step 1, and shows it: so everybody gets to the race.
 
 # %%
 from collections import deque
@@ -25,9 +25,13 @@ from scheduler import Scheduler
 # %% [markdown]
 # `judge` tries each function alone, in the place of ours, on small cases and then on larger ones.
 # It says in a sentence what goes wrong in the smallest one. It names the usual mistake that gives
-# the same result, if it knows one. It also counts attention's multiplications, because waste does
-# not change tokens. Write one function, judge it, and go on: those that are still blank do not
-# matter. Once a step is right, its stage serves four requests with your functions.
+# the same result, if it knows one. It also counts attention's *operations*, because waste does not
+# change tokens. Write one function, judge it, and go on: those that are still blank do not matter.
+# Once a step is right, its stage serves four requests with your functions.
+#
+# In its sentences A, B, ... are the requests in their order; `A2 B1` is a plan; for a request that
+# is `refused`, `admit` returns False; `finds 2` says that `admit` finds two computed tokens, and
+# `room 6` that a step has memory for 6 new tokens.
 #
 # ## Step 1: which request computes how much?
 #
@@ -46,28 +50,29 @@ from scheduler import Scheduler
 #
 # 1. Each request in `self.running` gets its `todo`, or what is left of the budget. Before that, ask
 #    `self.make_room(request, n)`, which returns whether its next n tokens have room in memory. If
-#    memory is short, it takes requests from the *end* of `self.running`, and puts them back into
-#    `self.waiting`. It returns False if this request is one of them. They are not in the plan.
+#    memory is short, this call itself takes requests from the *end* of `self.running` and puts them
+#    into `self.waiting`; it returns False if this one is among them. They are not in the plan.
 # 2. Then newcomers get the rest. The first of `self.waiting` moves to the end of `self.running` as
 #    long as
 #    - some of the budget is left, and fewer than `max_batch` requests run;
-#    - it has arrived: `self.arrived(step)`;
+#    - it has arrived: `self.arrived(step)`, which looks at the first of `self.waiting`;
 #    - `self.admit(request)` returns True. That gives it memory, so ask last: then it must start.
 #
 #    It gets its `todo` (only now: `admit` may have found computed tokens), or what is left. Ask
 #    `make_room` for it, too: that succeeds.
-# 3. None overtakes the first in the queue. And in a step in which `make_room` took a request from
-#    `self.running`, nobody is admitted: it would come back at once.
+# 3. If the first in the queue cannot start, none behind it does. And in a step in which `make_room`
+#    took a request from `self.running`, none is admitted: it would come back at once.
 # 4. If the plan is empty although a request runs or has arrived, it would be so in every step.
-#    Raise a `RuntimeError` whose text has `str` of the first that runs, or else waits.
+#    Raise a `RuntimeError` whose text contains `str(request)` of the first that runs; if none runs,
+#    of the first that waits. (If none runs and none has arrived, an empty plan is right.)
 #
 # Say that A and B decode, C's prompt has 12 tokens, and the budget is 8. Then the plan is `[(A, 1),
 # (B, 1), (C, 6)]`. A request that gets nothing is not in it.
 #
 # After the pass, `advance(plan, tokens)` records it. Each request has n more tokens computed. Those
-# whose `todo` the plan covers in full get a token: `indices_due(plan)` returns their indices, and
-# `tokens` has one token for each, in this order. Both lists stay as they are. (A plan may hold
-# requests with n = 0.)
+# whose `todo` the plan covers in full are *due*: they get a token. `indices_due(plan)` returns
+# their places in the plan, and `tokens` has one token for each of them only, in this order. Both
+# lists stay as they are. (A plan may hold requests with n = 0.)
 
 # %% tags=["exercise"]
 def schedule(self, step):
@@ -127,8 +132,8 @@ source(generate_ragged.generate)
 # the list of these pairs, `attend` returns `self.skip(q, caches)`.
 #
 # `skip` lets each request's queries see that request's cache, and computes nothing else. `head(q,
-# k, v)` computes attention: its queries are the last of the keys. The output has the order of the
-# stream.
+# k, v)` computes attention with the causal rule: its queries belong to the last of the keys. The
+# output has the order of the stream. (Our own code has a second way beside `skip`, with a mask.)
 
 # %% tags=["exercise"]
 def lay_out(self, device):
@@ -177,8 +182,8 @@ judge(2, lay_out, attend, skip)
 # - `admit` returns whether the free pages can hold *all* tokens that a request has. If so, its
 #   `block_table` becomes an empty list: it takes no page yet.
 # - `make_room` gives a request the pages that it needs for its next n tokens, and no more. While
-#   too few are free, `self.victim()`, the *last* request that runs, is preempted, perhaps the one
-#   that asks: then it returns False, and takes none. Otherwise True.
+#   too few are free, it preempts `self.victim()`, the *last* request that runs. If that was the
+#   request that asks, it returns False, and takes no page. Otherwise it returns True.
 # - `preempt` takes a request out of `self.running`, and puts it at the front of `self.waiting`. Its
 #   pages are free (`self.free(request)`), its `computed` is 0, its tokens stay, and
 #   `self.pool.counts["preemptions"]` is one more.

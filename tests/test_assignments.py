@@ -145,7 +145,7 @@ WRONG = {   # the body of schedule: what is said
     "import pytest; pytest.skip('later')": "raises Skipped: later",
     "import os; os._exit(0)": "ends the process (status 0)",
     "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A",
-    "return": "it returns: None, expected []: is a `return` missing?",
+    "return": "it returns: None, expected [] (is a `return` missing?)",
     "self = self\nreturn 1 / 0": f"(scheduler.py, line {FIRST + 1}: return 1 / 0)",
     "import os; os.fork(); return []": "os.fork is not allowed here",
     "while True: pass": "takes more than 10 seconds of CPU time",

@@ -89,6 +89,9 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "ZeroDivisionError: division by zero (this cell, line "),
     ("schedule", 1, "if n and self.make_room(request, n):", "if n:", "as if nobody had to ask for"),
     ("schedule", 1, "plan = []", "while True:\n        pass", "it does not end: 10 seconds"),
+    ("schedule", 1, "while budget and not preempted and len(self.running) < self.max_batch:",
+     "for _ in self.waiting:", "nobody (deque mutated during iteration)"),
+    ("lay_out", 2, "self.plan[i][0] for", "self.plan[i][0].name for", "sampled: ['A'], expected"),
     ("skip", 2, "out = []", "keys, values = (torch.cat(t, 1) for t in zip(*caches))\n    return "
      "head(q, keys, values, mask=self.block_diagonal())",
      "as if all scores were computed"),

@@ -315,6 +315,8 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
     ("step_time", "math.hypot(arithmetic, reading)",
      "torch.tensor([arithmetic, reading]).norm()", "right."),
     ("step_time", "512 * 1024", "512 * 1000", "expected"),
+    ("causal_rule", "return", "see =", "a `return` missing"),
+    ("causal_rule", "return key <= query", "return torch.ones(T, S).tril()", "holds booleans"),
     ("free", "    for page in reversed(table):", """    if table[1:]:
         free(table[1:], ref_count, free_queue, hash_of)
     for page in table[:1]:""", "right."),

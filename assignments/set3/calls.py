@@ -49,10 +49,10 @@ def schedule(step, running, waiting, **limits):
             raise
         except RuntimeError as error:
             return "a RuntimeError that names " + (" and ".join(
-                each.name for each in requests if str(each) in str(error)) or "nobody")
+                each.name for each in requests if str(each) in str(error)) or f"nobody ({error})")
 
     found = in_queue(queue, running, waiting, call)
-    return {**found, "in turn it calls": queue.asked}
+    return {**found, "in turn it calls": queue.asked, "token_budget": queue.token_budget}
 
 
 def run(requests, **limits):

@@ -60,8 +60,9 @@ def admissions(rng):
                "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts],
                "waiting": [{"prompt": 4, "new": new}, {"prompt": 3, "new": 1}]}
     b = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}
-    yield {"call": "admit", "max_kv_tokens": 16, "running": [b], "waiting": [
-        {"prompt": 1, "new": 2}]}
+    for most in 9, 16:
+        yield {"call": "admit", "max_kv_tokens": most, "running": [b], "waiting": [
+            {"prompt": 1, "new": 2}]}
     yield {"call": "admit", "max_kv_tokens": 12, "running": [], "waiting": [b], "times": 3}
 
 

@@ -52,5 +52,5 @@ def cases(rng):
                    "mask": block_diagonal(two)})
     streams = [{"call": call, "rows": each} for each in drawn for call in ("flat", "flat_mask")]
     return {"a": [*packings(rng)], "b": [*rows(rng)],
-            "c": [{"call": "flat_on_a_device"}, {"call": "mask_on_a_device"},
-                  *streams], "d": attend}
+            "c": [*streams, {"call": "flat_on_a_device"}, {"call": "mask_on_a_device"}],
+            "d": attend}

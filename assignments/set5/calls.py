@@ -94,12 +94,12 @@ def admit(**state):
     return with_pool(lambda queue, _: queue.admit(queue.waiting[0]), **state)
 
 
-def make_room(of, n, **state):
-    return with_pool(lambda queue, all: queue.make_room(all[of], n), **state)
+def make_room(request, n, **state):
+    return with_pool(lambda queue, all: queue.make_room(all[ord(request) - 65], n), **state)
 
 
-def preempt(victim, **state):
-    return with_pool(lambda queue, all: queue.preempt(all[victim]), **state)
+def preempt(request, **state):
+    return with_pool(lambda queue, all: queue.preempt(all[ord(request) - 65]), **state)
 
 
 def in_pool(call, free_queue, ref_count, cached, hash_of, tables):

@@ -25,7 +25,6 @@ PARTS = {   # points, what it is about, {function: its calls}; a and b are the f
 def places(rng):
     """Plans, each request with pages drawn from a pool for the keys that it has after the pass."""
     example = [{"prompt": 5, "generated": 3, "computed": 7, "n": 1}, {"prompt": 4, "n": 2}]
-    yield {"call": "lay_out_on_a_device"}
     for plan in plans(rng, example):
         for size in (3,) if plan == example else (1, 2, 3, 5):
             rows = []
@@ -35,6 +34,7 @@ def places(rng):
             number = sum(row["pages"] for row in rows) + rng.randint(0, 2)
             yield {"call": "lay_out", "plan": rows, "page_size": size,
                    "pool": rng.sample(range(number), number)}
+    yield {"call": "lay_out_on_a_device"}
     for lengths in ([(1, 1)], [(1, 3)], [(3, 3)], [(2, 5)], [(1, 4), (2, 2)], [(3, 7), (1, 2)], [
             (rng.randint(1, 4), rng.randint(4, 12)) for _ in range(5)]):
         for size in 1, 2, 4:
@@ -66,19 +66,20 @@ def states(rng):
     made.sort(key=lambda state: (len(state["running"]), state["pages"]))
     abc = {"prompt": 3, "generated": 2, "computed": 4, "pages": 2}
     made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
-    few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
-        {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
     for state in made[::3]:
-        yield {"call": "preempt", "victim": rng.randrange(len(state["running"])), **state}
-    for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
-        yield {"call": "make_room", "of": i, "n": n, "pages": pages, "page_size": 2,
-               "running": few, "waiting": []}
+        yield {"call": "preempt", "request": chr(65 + rng.randrange(len(state["running"]))),
+               **state}
     for number, state in enumerate(made):
         i = rng.randrange(len(state["running"])) if state is not made[-1] else 0
         row = state["running"][i]
         todo = row["prompt"] + row["generated"] - row["computed"]
         n = todo if number % 2 else rng.randint(1, todo)
-        yield {"call": "make_room", "of": i, "n": n, **state}
+        yield {"call": "make_room", "request": chr(65 + i), "n": n, **state}
+    few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
+        {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
+    for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
+        yield {"call": "make_room", "request": "ABC"[i], "n": n, "pages": pages, "page_size": 2,
+               "running": few, "waiting": []}
     for size, spare, prompt, generated in product((2, 3, 4), range(4), (1, 4, 5), (0, 3)):
         row = {"prompt": 6, "computed": 6, "generated": 1, "pages": -(-6 // size)}
         yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": size,
