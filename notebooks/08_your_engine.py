@@ -184,9 +184,9 @@ judge(2, lay_out, attend, skip)
 # - `make_room` gives a request the pages that it needs for its next n tokens, and no more. While
 #   too few are free, it preempts `self.victim()`, the *last* request that runs. If that was the
 #   request that asks, it returns False, and takes no page. Otherwise it returns True.
-# - `preempt` takes a request out of `self.running`, and puts it at the front of `self.waiting`. Its
-#   pages are free (`self.free(request)`), its `computed` is 0, its tokens stay, and
-#   `self.pool.counts["preemptions"]` is one more.
+# - `preempt` takes a request out of `self.running`, the list itself, through which `schedule` is
+#   walking, and puts it at the front of `self.waiting`. Its pages are free (`self.free(request)`),
+#   its `computed` is 0, its tokens stay, and `self.pool.counts["preemptions"]` is one more.
 
 # %% tags=["exercise"]
 def lay_out(self, device):

@@ -34,6 +34,8 @@ BUILT = {}   # what it replaces: a function that is right
 
 def judge(number, *functions):
     """Judges those functions of a step that are written, and keeps those that are right."""
+    if number not in STEPS:
+        return print("Say which step it is, 1 to 4: judge(1, schedule, advance)")
     stage, places = STEPS[number]
     for function in functions:
         name = function.__name__
@@ -53,14 +55,15 @@ def judge(number, *functions):
     if not (left := missing(number)):
         with mine(number):
             check(stage, letters(5, A=9, B=2, C=14, D=4), token_budget=8)
-    elif not left[-1].endswith(f"step {number}"):   # it is done, one before it is not
-        print(f"{stage} waits for {', '.join(left)}.")
+    elif not left[-1].startswith(f"step {number}: "):   # it is done, one before it is not
+        print(f"{stage} waits for {'; '.join(left)}.")
 
 
 def missing(number):
-    """What is not right yet of a step and those before it, in words."""
-    return [f"{name} of step {step}" for step in range(1, number + 1)
-            for name, (_, place) in STEPS[step][1].items() if place not in BUILT]
+    """What is not right yet of a step and those before it: ["step 1: advance", ...]."""
+    left = {step: [name for name, (_, place) in STEPS[step][1].items() if place not in BUILT]
+            for step in range(1, number + 1)}
+    return [f"step {step}: {', '.join(names)}" for step, names in left.items() if names]
 
 
 def mine(number):
@@ -81,6 +84,8 @@ def ours(place):
 
 def give_up(number):
     """Takes our functions for those of a step that are not right yet, and shows them, folded."""
+    if number not in STEPS:
+        return print("There are steps 1 to 4.")
     for name, (_, place) in STEPS[number][1].items():
         if place not in BUILT:
             scope = dict(inspect.unwrap(function_named(place)).__globals__)
@@ -94,7 +99,7 @@ def give_up(number):
 def race(max_batch=12, token_budget=64, pages=40, page_size=16):
     """Twelve prompts behind a common beginning: with the reader's functions, and without."""
     if missing(len(STEPS)):
-        return print(f"The race needs {', '.join(missing(len(STEPS)))}. Or give_up(number).")
+        return print(f"The race needs {'; '.join(missing(len(STEPS)))}. Or give_up(number).")
     knobs = dict(max_batch=max_batch, token_budget=token_budget, pages=pages, page_size=page_size)
     requests, traces = twelve(tokenizer), []
     print(f"{'':8} tokens computed   passes   worst gap, steps   pages held   preemptions")

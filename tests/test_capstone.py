@@ -145,9 +145,9 @@ def test_blank_functions_are_named_others_are_judged_and_one_may_give_up(capsys)
         "schedule: still blank: replace ... by your code", "advance: right.",
         "len is no function of step 1, which has schedule, advance."]
     capstone.judge(2, *(written(place) for _, place in capstone.STEPS[2][1].values()))
-    assert capsys.readouterr().out.endswith("\nragged, varlen waits for schedule of step 1.\n")
+    assert capsys.readouterr().out.endswith("\nragged, varlen waits for step 1: schedule.\n")
     capstone.race()
-    assert capsys.readouterr().out.startswith("The race needs schedule of step 1, lay_out of step")
+    assert capsys.readouterr().out.startswith("The race needs step 1: schedule; step 3: ")
     for step in capstone.STEPS:
         capstone.give_up(step)
     assert "advance" not in capsys.readouterr().out and not capstone.missing(4)
