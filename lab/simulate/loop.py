@@ -31,16 +31,20 @@ def serve(scheduler, source, shape, gpu, engine):
     """
     price, now, before = constants(shape, gpu, engine), 0.0, 0.0   # before: the last pass began
     passes, ended = [], []
-    while True:
-        idle = not scheduler.busy
-        if idle:
-            now = max(now, source.time)
-            if now == math.inf:   # nothing is left
-                break
-        while source.time <= (before if engine.ahead and not idle else now):
+
+    def queue(until):
+        while source.time <= until:
             request = source.pop()
             request.context_length = shape.block_size
             scheduler.add(request)
+
+    while True:
+        queue(before if engine.ahead else now)
+        if not scheduler.busy:   # nothing ran, so the plan sees all that have come by now
+            now = max(now, source.time)
+            if now == math.inf:   # nothing is left
+                break
+            queue(now)
         plan = scheduler.schedule(len(passes))
         passes.append(len(scheduler.running))
         spans = [(n, request.computed + n) for request, n in plan]
