@@ -20,7 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path += [str(ROOT), str(HERE)]   # calls.py imports probes.py, here as in a student's copy
+# Ahead of installed packages of the same names. calls.py imports probes.py, as in a student's copy
+sys.path[:0] = [str(HERE), str(ROOT)]
 from child import answer  # noqa: E402
 from compare import alike, fault  # noqa: E402
 
@@ -75,10 +76,13 @@ def mistakes_of(number):
 
 
 def answers_to(number, cases):
-    """What the code in this process gives."""
-    calls = module_of(number, "calls")
-    return [answer(getattr(calls, case["call"]), **{k: v for k, v in case.items() if k != "call"})
-            for case in json.loads(json.dumps(cases))]   # a call may change what it gets
+    """What the code in this process gives, up to what a caller's alarm has stopped."""
+    calls, found = module_of(number, "calls"), []
+    for case in json.loads(json.dumps(cases)):   # a call may change what it gets
+        found.append(answer(getattr(calls, case.pop("call")), **case))
+        if found[-1].get("error", {}).get("type") == "TimeoutError":
+            break
+    return found
 
 
 class Mistaken(Sequence):
@@ -132,11 +136,6 @@ def fault_of(number, name, mine, file):
                        in parts_of(number).items() if name in functions]
     cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
     made = record(number, part, cases, name)
-    answers = []
     with placed(name, mine):
-        for case in cases:
-            answers += answers_to(number, [case])
-            if answers[-1].get("error", {}).get("type") == "TimeoutError":
-                break   # an alarm of the caller's
-    made = {**made, "cases": cases[:len(answers)], "right": made["right"][:len(answers)]}
+        answers = answers_to(number, cases)
     return fault(made, answers, mine=lambda where, line: "this cell" if where == file else None)

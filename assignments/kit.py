@@ -46,10 +46,8 @@ SMALL = 6000   # letters of a case and its answer; larger ones are for grading
 
 def files_of(number):
     """{file: its text}: all of ours that a set's code needs, with the functions to write."""
-    paths = {name: ROOT / name for name in module_of(number, "cases").FILES.split()}
-    paths = {name: path if path.is_file() else HERE / name
-             for name, path in paths.items()}
-    paths |= {name: ROOT / name for name in SHIPPED}
+    paths = {name: ROOT / name for name in (*module_of(number, "cases").FILES.split(), *SHIPPED)}
+    paths = {name: path if path.is_file() else HERE / name for name, path in paths.items()}
     paths |= {f"kit/{name}": HERE / name for name in KIT}
     paths["kit/calls.py"] = HERE / f"set{number}/calls.py"
     return {name: path.read_text("utf-8") for name, path in paths.items()} | {"kit/__init__.py": ""}

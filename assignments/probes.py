@@ -271,7 +271,7 @@ def attended(batch, heads=2, size=3, least=0):
             found |= {f"layer {layer}, the output for {request.name}": flat[slots_of(batch, b)]
                       for b, (request, _) in enumerate(batch.plan)}
             found["all of the output is finite"] = bool(out[0].isfinite().all())   # of pads, too
-        for request, _ in batch.plan if heads else ():
+        for request, _ in batch.plan:
             buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
             found[f"layer {layer}, the cache of {request.name}"] = buffers and [
                 "nothing is written" if each is None else   # a batch axis of 1 is as good as none

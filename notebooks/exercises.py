@@ -12,13 +12,12 @@ import signal
 import sys
 from collections import deque  # noqa: F401 (for questions.toml)
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from lesson import BANDWIDTH, FOLDER, PARAMETERS, PEAK  # noqa: F401 (our code uses them)
 from lesson import QUESTIONS, folded
 
-sys.path.append(str(FOLDER.parent / "assignments"))
+sys.path.insert(0, str(FOLDER.parent / "assignments"))
 from child import answer, plain
 from compare import fault
 from probes import kind_of, operations
@@ -75,7 +74,7 @@ def fault_of(function, calls, code, mistakes, view="lambda result, *given: resul
         return found
 
     right, theirs = answers(ours), answers(function)
-    part = {"within": within, "right": right[:len(theirs)],
+    part = {"within": within, "right": right,
             "cases": [{"call": name, **dict(zip(names, map(shown, given)))} for given in calls],
             "mistakes": {f"{why}{' ' * i}": answers(defined(name, edited(code, [(old, new)], name)))
                          for i, (old, new, why) in enumerate(mistakes)} if theirs != right else {}}
@@ -135,7 +134,7 @@ def limited(seconds):
 def stream(*cu_seqlens):
     """Of varlen: random queries, caches of some older tokens and the new ones, and a head."""
     g = torch.Generator().manual_seed(0)
-    caches = [tuple(torch.randn(2, 3 + b, 4, generator=g) for _ in "kv")
-              for a, b in pairwise(cu_seqlens)]
+    caches = [tuple(torch.randn(2, 3 + end, 4, generator=g) for _ in "kv")
+              for end in cu_seqlens[1:]]
     q = torch.randn(2, cu_seqlens[-1], 4, generator=g)
     return q, caches, [*cu_seqlens], lambda q, k, v: Head()(q, k, v)
