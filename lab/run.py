@@ -18,7 +18,7 @@ from lab.loading.workload import KEYS, builtin_prompts, make_requests, read_prom
 from lab.views import plots
 from lab.views.progress import progress
 from lab.views.report import report, write_trace
-from lab.views.rungs import rungs
+from lab.views.stage_table import stage_table
 
 SHOWN = 3   # texts, unless all are asked for
 
@@ -73,7 +73,7 @@ def run_stage(generate, args, shard=None):
         print(model.uses())
     stage = trace.stage.split(",")[0]   # "ragged, mask" is of the script ragged
     if stage in SCRIPTS and not shard and not args.quiet:
-        print("\n" + rungs(stage, requests, plain.config, given), end="\n\n")
+        print("\n" + stage_table(stage, requests, plain.config, given), end="\n\n")
     if args.trace:
         write_trace(trace, args.trace)
     if args.plot:

@@ -16,7 +16,7 @@ from lesson import STAGES, check, folded, letters, model, timelines, tokenizer
 from functions import fault_of, placed
 from lab.checks.check import Check, summary
 from lab.checks.edits import function_named
-from lab.experiments.ladder import twelve
+from lab.experiments.stages import twelve
 from lab.views.report import latencies
 from toolbox.trace import observed
 

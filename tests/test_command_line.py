@@ -183,7 +183,7 @@ def test_auto_takes_a_gpu_for_a_large_model(flag, small, device, monkeypatch):
 
 
 @pytest.mark.parametrize("command, device", [
-    (["ladder"], "cpu"), (["rows"], "cpu"), (["rows", "--model", "random"], "cuda"),
+    (["stages"], "cpu"), (["rows"], "cpu"), (["rows", "--model", "random"], "cuda"),
     (["bench"], "cuda"), (["rows", "--device", "cuda"], "cuda")])
 def test_auto_for_an_experiment_goes_by_the_name_of_its_model(command, device, monkeypatch):
     def work(args, device, dtype):

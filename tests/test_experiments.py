@@ -14,7 +14,7 @@ from common import ROOT, mixed
 
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, gpu, ladder, results, rows, train
+from lab.experiments import bench, gpu, results, rows, stages, train
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
@@ -189,9 +189,9 @@ def test_like_is_compared_with_like():
 
 def smaller(monkeypatch):
     """What quick runs measure, smaller still."""
-    monkeypatch.setattr(ladder, "twelve", lambda tokenizer: [
+    monkeypatch.setattr(stages, "twelve", lambda tokenizer: [
         Request([5] * n, 4, name=f"r{n}") for n in (9, 1, 3)])
-    monkeypatch.setattr(ladder, "IDEAS", {name: "" for name in ("naive", "ragged")})
+    monkeypatch.setattr(stages, "IDEAS", {name: "" for name in ("naive", "ragged")})
     workload = bench.workload
     monkeypatch.setattr(bench, "workload", lambda *arguments: [
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))
@@ -205,14 +205,14 @@ def smaller(monkeypatch):
 
 
 SAID = {   # an experiment, with flags: what its figures must say
-    "ladder": lambda f: [*f["stages"]] == [*STAGES] and f["wrong"] == [],
+    "stages": lambda f: [*f["stages"]] == [*STAGES] and f["wrong"] == [],
     "rows --dtype float64": lambda f: [n for n, _ in f["points"]] == [1, 2, 4, 8, 16],
     "gaps": lambda f: [*f["points"]] == [*rows.GAP_STAGES] and all(
         [step for step, _ in points] == [*range(1, 28)] for points in f["points"].values()),
     "memory": lambda f: all(f["sharing"][name][what] == row[what] for name, row in results.load(
         "memory")["sharing"].items() for what in ("pages", "passes", "tokens")),
-    "gpu": lambda f: all(f["ladder"][gpu]["ragged, varlen"]["tokens_per_s"]
-                         > f["ladder"][gpu]["unbatched"]["tokens_per_s"] for gpu in f["ladder"]),
+    "gpu": lambda f: all(f["stages"][gpu]["ragged, varlen"]["tokens_per_s"]
+                         > f["stages"][gpu]["unbatched"]["tokens_per_s"] for gpu in f["stages"]),
     "bench --systems unbatched --model tiny": lambda f: [
         (r["workload"], name, system["equal"] > 0.95, system["itl_p99"] is None) for r in f
         for name, system in r["systems"].items()] == [
@@ -237,11 +237,11 @@ def test_quick_runs(command, tmp_path, monkeypatch):
 
 def test_what_is_wrong_is_said(capsys, monkeypatch):
     smaller(monkeypatch)
-    monkeypatch.setattr(ladder, "STAGES", {name: STAGES[name] for name in (
+    monkeypatch.setattr(stages, "STAGES", {name: STAGES[name] for name in (
         "naive", "dynamic", "interleaved", "ragged, varlen")})
-    monkeypatch.setattr(ladder, "ruined", lambda *arguments: {})   # puts the same bug in
+    monkeypatch.setattr(stages, "ruined", lambda *arguments: {})   # puts the same bug in
     with broken("published mask", show=False):
-        assert runner.main(["ladder", "--quick"]) == 1
+        assert runner.main(["stages", "--quick"]) == 1
     said = capsys.readouterr().out
     assert "WRONG: dynamic: request 'r" in said and "WRONG: ragged" not in said
 

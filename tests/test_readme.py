@@ -21,32 +21,32 @@ from matplotlib.text import Text
 import generate_prefix
 import scheduler
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, ladder, motion, pictures, plans, results
+from lab.experiments import bench, motion, pictures, plans, results, stages
 from lab.experiments.memory import storm
 from lab.loading.load import load
 from lab.loading.stages import STAGES
-from lab.views import rungs
+from lab.views import stage_table
 
 PAGES = [*results.PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("[!.]*/README.md"))]
 
 
 # --- figures --------------------------------------------------------------------------------------
 
-def test_the_ladder_of_counts():
+def test_the_counts_of_the_stages():
     """
     Counts depend on what is generated; a row that differs on your machine alone may be a near-tie
     that rounding flipped. (In the quick size, of some stages.)
     """
-    said, (model, tokenizer) = results.load("ladder"), load()
+    said, (model, tokenizer) = results.load("stages"), load()
     some = STAGES if THOROUGH else ("ragged, varlen", "prefix")
     for name in some:
-        trace = results.run(STAGES[name], model, ladder.twelve(tokenizer),
-                            ladder.limits(name, model))
+        trace = results.run(STAGES[name], model, stages.twelve(tokenizer),
+                            stages.limits(name, model))
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         row, counted = results.row_of(trace), said["stages"][name]
         assert all(row[what] == n for what, n in counted.items() if isinstance(n, int))
-    assert said["rungs"] == rungs.rows(trace.requests, model.config)
-    assert said["ruined"] == ladder.ruined(model, tokenizer, ladder.twelve(tokenizer)) != {}
+    assert said["stage_table"] == stage_table.rows(trace.requests, model.config)
+    assert said["ruined"] == stages.ruined(model, tokenizer, stages.twelve(tokenizer)) != {}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from lab import flags
 from lab.compiled import native
-from lab.experiments import bench, gpu, ladder, memory, pictures, plans, results, rows, train
+from lab.experiments import bench, gpu, memory, pictures, plans, results, rows, stages, train
 
 PROG = "python -m lab.experiments"
 
 EXPERIMENTS = {   # what measures (args, device, dtype -> figures, or several), their Table, flags
-    "ladder": (ladder.measure, ladder.table, {}),
+    "stages": (stages.measure, stages.table, {}),
     "rows": (rows.measure_rows, rows.rows_table, rows.FLAGS),
     "gaps": (rows.measure_gaps, rows.gaps_table, rows.FLAGS),
     "memory": (memory.measure, memory.table, {}),
@@ -32,15 +32,15 @@ EXPERIMENTS = {   # what measures (args, device, dtype -> figures, or several), 
     "gpu": (gpu.measure, gpu.table, {})}
 
 TABLES = {   # a table's name in a page: what makes it, a Table or several, and of which results
-    "stages": (ladder.ideas, "ladder"),
-    "bug": (ladder.bug, "ladder"),
-    "ladder": (ladder.table, "ladder"),
+    "stages": (stages.ideas, "stages"),
+    "bug": (stages.bug, "stages"),
+    "stages in full": (stages.table, "stages"),
     "rows": (rows.rows_table, "rows_builtin", "rows"),
     "gaps": (rows.gaps_table, "gaps"),
     "sharing": (memory.table, "memory"),
     "peers": (bench.peers_table, "peers"),
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
-    "gpu ladder": (gpu.table, "gpu"),
+    "gpu stages": (gpu.table, "gpu"),
     "gpu real": (gpu.real_table, "gpu"),
     "gpu published": (gpu.published_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu")}

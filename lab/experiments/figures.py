@@ -123,7 +123,7 @@ def bench(*results, path=None):
 
 
 def slots(result, path=None):
-    """Useful, padded and finished slots of each stage, as bars. result: of `ladder`"""
+    """Useful, padded and finished slots of each stage, as bars. result: of `stages`"""
     stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
     figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
     left = np.zeros(len(stages))

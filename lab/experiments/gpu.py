@@ -23,7 +23,7 @@ def served(stage, model, gpu, requests, longest, **knobs):
     return log_of(shape, gpu, STAGES[stage], requests, **knobs)
 
 
-def ladder(stage, gpu, requests):
+def stage_on_gpu(stage, gpu, requests):
     """What the table says of Llama 2 7B."""
     longest = (max(len(r.prompt) for r in requests)
                + max(r.max_new_tokens for r in requests) - 1)
@@ -51,9 +51,12 @@ def fitting(model, number):
 def measure(args, device, dtype):
     """Every lesson about time on GPUs, calculated on the CPU: half an hour."""
     quick = args.quick
+    on_machines = {}
+    for name, requests in MACHINES.items():
+        gpu, work = name.split(",")[0], workload(requests, 32000, quick)
+        on_machines[name] = {stage: stage_on_gpu(stage, gpu, work) for stage in STAGES}
     return {
-        "ladder": {name: {stage: ladder(stage, name.split(",")[0], workload(requests, 32000, quick))
-                          for stage in STAGES} for name, requests in MACHINES.items()},
+        "stages": on_machines,
         "fitting": {model: fitting(model, 12 if quick else 400)
                     for model in ("llama-2-7b", "mistral-7b", "llama-3.1-8b")},
         "real": [*published.real_table(published.compare_real(
@@ -91,8 +94,8 @@ made = partial(Table, how="calculated", small_print="calculated; {commands}")
 
 
 def table(found):
-    """Of the ladder."""
-    gpus = found["ladder"]
+    """All stages on each GPU."""
+    gpus = found["stages"]
     head = ["tokens/s, llama-2-7b", *gpus, "a100: TTFT", "ITL p99", "W1: passes", "useful"]
     return made(head, [
         [stage, *(f"{stages[stage]['tokens_per_s']:,.0f}" for stages in gpus.values()),

@@ -8,6 +8,7 @@ the start. Its only animation is a mask that slides along and brings it out, sev
 than the GPU. The picture is transparent: one file serves light and dark pages.
 """
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 
@@ -16,6 +17,7 @@ from lab.loading.stages import STAGES
 from lab.simulate.calculated import simulate
 from lab.simulate.hardware import GPUS, MODELS
 from lab.views.plots import COLORS, INK
+from lab.views.report import gaps
 from request import Request
 
 TEMPLATE = Path(__file__).with_suffix(".svg")
@@ -44,18 +46,21 @@ def run(stage):
     return simulated(next(step for step, time in starts.items() if time >= ARRIVAL))
 
 
-def gaps(trace):
+def waits(trace):
     """(seconds, from, to) between two tokens of a request, for all but the long one."""
-    return [(b - a, a, b) for request in trace.requests if request.name != "long"
-            for a, b in zip(request.token_times, request.token_times[1:])]
+    found = []
+    for request in trace.requests:
+        if request.name != "long":
+            found += [(end - start, start, end) for start, end in pairwise(request.token_times)]
+    return found
 
 
 def figures(trace):
     """Worst wait for a next token in ms, seconds until all is done, ms a token afterwards."""
     times = trace.requests[-1].token_times
-    after = statistics.median(b - a for a, b in zip(times, times[1:]))
+    after = statistics.median(gaps(times))
     done = max(request.token_times[-1] for request in trace.requests)
-    return 1e3 * max(gaps(trace))[0], done, 1e3 * after
+    return 1e3 * max(waits(trace))[0], done, 1e3 * after
 
 
 def text(x, y, words, kind="", anchor="start"):
@@ -81,7 +86,7 @@ def panel(trace, title, why, x_of, right, top):
     for name, y in y_of.items():
         parts += [text(LEFT - 8, y + 10, name, anchor="end"),
                   path(f"M{LEFT} {y + 12}H{right}", "row")]
-    _, start, end = max(gaps(trace))
+    _, start, end = max(waits(trace))
     if worst > 100:   # nobody gets a token meanwhile
         x, wide = x_of(start), x_of(end) - x_of(start)
         parts += [rect(x, below, wide, 6 * ROW, "stall"),

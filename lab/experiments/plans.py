@@ -20,7 +20,7 @@ from beyond.fairness import FairScheduler
 from generate_prefix import PrefixPool, PrefixScheduler
 from lab import flags
 from lab.loading.recorded import RECORDED, recorded
-from lab.views.rungs import NoModel
+from lab.views.stage_table import NoModel
 from paging import PagedScheduler
 from request import Request, indices_due, prepare
 from toolbox.trace import observed

@@ -1,5 +1,5 @@
 """
-Two measurements that explain the ladder: a pass over more rows, and a long prompt that arrives.
+Two measurements that explain the stages: a pass over more rows, and a long prompt that arrives.
 
 A forward pass reads all weights once, however many rows it computes. So a pass over 32 rows takes
 much less than 32 times as long as one over a single row, until arithmetic is the limit.
@@ -11,6 +11,7 @@ from lab.experiments import results
 from lab.experiments.results import Table
 from lab.loading.load import load
 from lab.loading.stages import STAGES
+from lab.views.report import gaps
 from model import GPT, GPTConfig
 from request import Request
 
@@ -55,13 +56,13 @@ def measure_gaps(args, device, dtype):
         knobs = {"max_batch": 5, "token_budget": BUDGET}
         return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
 
-    gaps = {}   # of the short ones: [(step, median of seconds), ...]
+    points = {}   # of the short requests: [(step, median of seconds), ...]
     for name, runs in results.in_turn(GAP_STAGES, run, repeats).items():
         requests = sum(runs, [])   # they get their tokens in the same steps
-        times = np.array([request.token_times for request in requests])
-        gaps[name] = [*zip(requests[0].token_steps[1:],
-                           np.median(np.diff(times), axis=0).tolist())]
-    return {"model": args.model, "repeats": repeats, "prompt_tokens": prompt_tokens, "points": gaps}
+        medians = np.median([gaps(request.token_times) for request in requests], axis=0)
+        points[name] = [*zip(requests[0].token_steps[1:], medians.tolist())]
+    return {"model": args.model, "repeats": repeats, "prompt_tokens": prompt_tokens,
+            "points": points}
 
 
 def curves(*found):

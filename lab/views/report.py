@@ -2,6 +2,7 @@
 import json
 import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,13 +19,20 @@ def totals(trace):
     """
     total = {name: sum(getattr(p, name) for p in trace.passes) for name in SUMS}
     total["forward_passes"] = len(trace.passes)
-    keys = sum(first + n for p in trace.passes for _, first, n in p.work)
-    total["key_slots"] = total["padded_keys"] + keys
+    total["key_slots"] = total["padded_keys"]
+    for p in trace.passes:
+        total["key_slots"] += sum(first + n for _, first, n in p.work)
     total["generated"] = sum(len(request.generated) for request in trace.requests)
-    times = [time for request in trace.requests for time in request.token_times]
-    total["seconds"] = max(times, default=trace.started) - trace.started
-    total["tokens_per_second"] = total["generated"] / total["seconds"] if total["seconds"] else 0.0
+    last_times = [request.token_times[-1] for request in trace.requests if request.token_times]
+    seconds = max(last_times, default=trace.started) - trace.started
+    total["seconds"] = seconds
+    total["tokens_per_second"] = total["generated"] / seconds if seconds else 0.0
     return total
+
+
+def gaps(times):
+    """The gaps between neighbours in a list: [a, b, c] -> [b - a, c - b]."""
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def latencies(trace):
@@ -39,31 +47,50 @@ def latencies(trace):
             continue
         result["ttft_steps"].append(request.token_steps[0] - request.arrival + 1)
         result["ttft_seconds"].append(request.token_times[0] - trace.arrived(request))
-        result["itl_steps"] += np.diff(request.token_steps).tolist()
-        result["itl_seconds"] += np.diff(request.token_times).tolist()
+        result["itl_steps"] += gaps(request.token_steps)
+        result["itl_seconds"] += gaps(request.token_times)
     return result
 
+
+# --- calculated runs ------------------------------------------------------------------------------
 
 def figures(log, ttft=None, itl=None):
     """
     Of a calculated run, a trace or what `runner` of lab/simulate/ returns: speed, waits in ms, and
     goodput: requests/s within both limits, in ms, on TTFT and on a request's mean time per token.
     """
-    times = [request.token_times for request in log.requests]
-    arrived = np.array([request.arrived for request in log.requests])
-    first, last, tokens = (np.array([of(each) for each in times]) for of in (
-        lambda each: each[0], lambda each: each[-1], len))
-    between = (last - first) / np.maximum(tokens - 1, 1)
-    good = (first - arrived <= (ttft or math.inf) / 1e3) & (between <= (itl or math.inf) / 1e3)
-    took = float(last.max())
-    return {"calculated": True, "requests": len(times), "seconds": took,
-             "tokens_per_s": float(tokens.sum()) / took, "requests_per_s": len(times) / took,
-             "goodput": float(good.sum()) / took,
-             "passes": len(log.passes), "ttft_ms": spread(first - arrived),
-             "tpot_ms": spread(between[tokens > 1]), "e2e_ms": spread(last - arrived),
-             "itl_ms": spread(np.concatenate([np.diff(each) for each in times])),
-             "useful": useful(log) if isinstance(log, Trace) else log.useful,
-             **{name: log.counts.get(name, 0) for name in ("preemptions", "saved_tokens")}}
+    ttft_limit = math.inf if ttft is None else ttft / 1e3   # seconds
+    tpot_limit = math.inf if itl is None else itl / 1e3
+    first_waits, totals_of_requests, per_token, between = [], [], [], []   # seconds
+    good = tokens = 0
+    took = 0.0
+    for request in log.requests:
+        times = request.token_times
+        first_wait = times[0] - request.arrived
+        mean_gap = (times[-1] - times[0]) / max(len(times) - 1, 1)
+        first_waits.append(first_wait)
+        totals_of_requests.append(times[-1] - request.arrived)
+        if len(times) > 1:
+            per_token.append(mean_gap)
+        between += gaps(times)
+        good += first_wait <= ttft_limit and mean_gap <= tpot_limit
+        tokens += len(times)
+        took = max(took, times[-1])
+    return {
+        "calculated": True,
+        "requests": len(log.requests),
+        "seconds": float(took),
+        "tokens_per_s": tokens / took,
+        "requests_per_s": len(log.requests) / took,
+        "goodput": good / took,
+        "passes": len(log.passes),
+        "ttft_ms": spread(first_waits),
+        "tpot_ms": spread(per_token),
+        "e2e_ms": spread(totals_of_requests),
+        "itl_ms": spread(between),
+        "useful": useful(log) if isinstance(log, Trace) else log.useful,
+        "preemptions": log.counts.get("preemptions", 0),
+        "saved_tokens": log.counts.get("saved_tokens", 0)}
 
 
 def useful(trace):
@@ -73,9 +100,11 @@ def useful(trace):
 
 def spread(waits):
     """Of waits in seconds, in ms; NaN if there are none."""
-    waits = waits if len(waits) else [math.nan]
-    return {"mean": 1e3 * float(np.mean(waits)),
-            **{f"p{q}": 1e3 * float(np.percentile(waits, q)) for q in (50, 90, 99)}}
+    waits = waits or [math.nan]
+    in_ms = {"mean": 1e3 * float(np.mean(waits))}
+    for q in 50, 90, 99:
+        in_ms[f"p{q}"] = 1e3 * float(np.percentile(waits, q))
+    return in_ms
 
 
 def percentile(values, q):
@@ -86,50 +115,79 @@ def mean(values):
     return float(np.mean(values)) if values else float("nan")
 
 
+# --- the table that every script prints -----------------------------------------------------------
+
 def report(trace):
-    """The table that every script prints."""
-    t, waits, counts = totals(trace), latencies(trace), Counter(trace.counts)
+    total = totals(trace)
+    rows = [*work_rows(total), *speed_rows(total, latencies(trace)), *guess_rows(trace, total),
+            *memory_rows(Counter(trace.counts))]
+    lines = [f"stage: {trace.stage}"]
+    lines += [f"  {name:15} {text}" for name, text in rows]
+    return "\n".join(lines)
 
-    def share(name, whole, unit):
-        n, of = t[name], t[whole]
-        return f"{n:,}  ({n / max(of, 1):.0%} of {of:,} {unit})"
 
-    ttft, itl = waits["ttft_steps"], waits["itl_steps"]
-    ttft_ms = [seconds * 1e3 for seconds in waits["ttft_seconds"]]
-    itl_ms = [seconds * 1e3 for seconds in waits["itl_seconds"]]
-    rows = [
-        ("forward passes", f"{t['forward_passes']:,}"),
-        ("useful tokens", share("useful", "slots", "slots")),
-        ("pad slots", share("pad_slots", "slots", "slots")),
-        ("finished slots", share("finished_slots", "slots", "slots")),
-        ("recomputed", share("recomputed", "slots", "slots: computed before")),
-        ("padded keys", share("padded_keys", "key_slots", "keys that attention reads")),
-        ("useful scores", share("useful_scores", "score_entries",
+def share(total, name, whole, unit):
+    part, of = total[name], total[whole]
+    return f"{part:,}  ({part / max(of, 1):.0%} of {of:,} {unit})"
+
+
+def work_rows(total):
+    """What was computed, read and copied: [(name, text), ...]"""
+    megabytes = total["copied_bytes"] / 1e6
+    return [
+        ("forward passes", f"{total['forward_passes']:,}"),
+        ("useful tokens", share(total, "useful", "slots", "slots")),
+        ("pad slots", share(total, "pad_slots", "slots", "slots")),
+        ("finished slots", share(total, "finished_slots", "slots", "slots")),
+        ("recomputed", share(total, "recomputed", "slots", "slots: computed before")),
+        ("padded keys", share(total, "padded_keys", "key_slots", "keys that attention reads")),
+        ("useful scores", share(total, "useful_scores", "score_entries",
                                 "query-key pairs, per head and layer")),
-        ("copied K/V", f"{t['copied_bytes'] / 1e6:,.1f} MB of keys and values, gathered for "
-                       "attention"),
-        ("throughput", f"{t['generated']:,} tokens in {t['seconds']:.2f} s"
-                       f" = {t['tokens_per_second']:,.0f} tokens/s"),
-        ("TTFT", f"mean {mean(ttft):.1f}, p95 {percentile(ttft, 95):.1f} steps; "
-                 f"mean {mean(ttft_ms):.0f}, p95 {percentile(ttft_ms, 95):.0f} ms to a first token"
-                 if ttft else "none: no request has a token"),
-        ("ITL", f"p50 {percentile(itl, 50):.1f}, p99 {percentile(itl, 99):.1f} steps; "
-                f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms between two"
-                if itl else "none: no request has two tokens"),
-    ]
-    accepted = sum(len(r.token_steps) - len(set(r.token_steps)) for r in trace.requests)
-    if accepted or t["rejected"]:
-        rows.append(("rejected", share("rejected", "slots", "slots")))
-        rows.append(("accepted", f"{accepted:,} guesses, "
-                                 f"{accepted / t['forward_passes']:.2f} per pass"))
+        ("copied K/V", f"{megabytes:,.1f} MB of keys and values, gathered for attention")]
+
+
+def speed_rows(total, waits):
+    """How fast, and how long requests waited, in steps and in ms: [(name, text), ...]"""
+    ttft_steps, itl_steps = waits["ttft_steps"], waits["itl_steps"]
+    ttft_ms = [1e3 * seconds for seconds in waits["ttft_seconds"]]
+    itl_ms = [1e3 * seconds for seconds in waits["itl_seconds"]]
+    ttft, itl = "none: no request has a token", "none: no request has two tokens"
+    if ttft_steps:
+        ttft = (f"mean {mean(ttft_steps):.1f}, p95 {percentile(ttft_steps, 95):.1f} steps; mean "
+                f"{mean(ttft_ms):.0f}, p95 {percentile(ttft_ms, 95):.0f} ms to a first token")
+    if itl_steps:
+        itl = (f"p50 {percentile(itl_steps, 50):.1f}, p99 {percentile(itl_steps, 99):.1f} steps; "
+               f"p50 {percentile(itl_ms, 50):.1f}, p99 {percentile(itl_ms, 99):.1f} ms between two")
+    throughput = (f"{total['generated']:,} tokens in {total['seconds']:.2f} s"
+                  f" = {total['tokens_per_second']:,.0f} tokens/s")
+    return [("throughput", throughput), ("TTFT", ttft), ("ITL", itl)]
+
+
+def guess_rows(trace, total):
+    """Of guessed tokens, if there are any: [(name, text), ...]"""
+    accepted = 0   # each comes in the same step as a token before it
+    for request in trace.requests:
+        accepted += len(request.token_steps) - len(set(request.token_steps))
+    if not accepted and not total["rejected"]:
+        return []
+    per_pass = accepted / total["forward_passes"]
+    return [("rejected", share(total, "rejected", "slots", "slots")),
+            ("accepted", f"{accepted:,} guesses, {per_pass:.2f} per pass")]
+
+
+def memory_rows(counts):
+    """Of paged memory, what happened: [(name, text), ...]"""
+    rows = []
     if counts["preemptions"]:
         rows.append(("preemptions", f"{counts['preemptions']:,}"))
     if counts["shared_pages"] or counts["evicted_pages"]:
         rows.append(("prefix cache", f"{counts['shared_pages']:,} pages hit, "
                                      f"{counts['saved_tokens']:,} tokens not computed, "
                                      f"{counts['evicted_pages']:,} pages evicted"))
-    return "\n".join([f"stage: {trace.stage}", *(f"  {name:15} {text}" for name, text in rows)])
+    return rows
 
+
+# --- files and tables -----------------------------------------------------------------------------
 
 def write_trace(trace, path):
     """
@@ -150,7 +208,11 @@ def write_trace(trace, path):
 def aligned(rows):
     """Rows of cells as text: the first column left-aligned, the others right-aligned."""
     rows = [[str(cell) for cell in row] for row in rows]
-    first, *widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(row[0].ljust(first)
-                     + "".join(f"  {cell:>{w}}" for cell, w in zip(row[1:], widths))
-                     for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        line = row[0].ljust(widths[0])
+        for cell, width in zip(row[1:], widths[1:]):
+            line += f"  {cell:>{width}}"
+        lines.append(line)
+    return "\n".join(lines)

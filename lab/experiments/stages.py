@@ -1,6 +1,5 @@
 """
-All stages on the twelve built-in prompts: the ladder's tables. And the small workloads of the
-pictures.
+All stages on the twelve built-in prompts, and the small workloads of the pictures.
 
 Counts are the same on every machine. Seconds are not.
 """
@@ -16,7 +15,7 @@ from lab.flags import limited
 from lab.loading.load import load, set_threads
 from lab.loading.stages import STAGES
 from lab.loading.workload import builtin_prompts, make_requests
-from lab.views import rungs
+from lab.views import stage_table
 from request import Request
 
 IDEAS = {   # of the README's table
@@ -95,7 +94,7 @@ def measure(args, device, dtype):
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
     (trace, _), *_ = next(iter(runs.values()))   # all have the same answers
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
-            "rungs": rungs.rows(trace.requests, model.config),
+            "stage_table": stage_table.rows(trace.requests, model.config),
             "ruined": ruined(model, tokenizer, requests),
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": stages["naive"]["generated"],
@@ -116,10 +115,10 @@ def table(result):
 
 
 def ideas(result):
-    """The README's ladder: what each stage is for, as its script's last table says it."""
+    """The README's table: what each stage is for, as its script's last table says it."""
     rows = []
     for number, (name, idea) in enumerate(IDEAS.items()):
-        passes, slots, _, gap, at_once = result["rungs"][name]
+        passes, slots, _, gap, at_once = result["stage_table"][name]
         rows.append([f"{number} [{name}](generate_{name}.py)", idea, f"{passes:,}", f"{slots:,}",
                      f"{gap:,}", f"{at_once:,}"])
     how = (f"Each script runs the same {result['requests']} prompts in the same memory, and prints "

@@ -1,4 +1,4 @@
-"""The table at the end of each script: what a rung buys and costs, from answers that are known."""
+"""The table at the end of each script: what a stage buys and costs, from answers that are known."""
 import re
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from common import mixed, toy
 import generate_unbatched
 from lab import flags
 from lab.checks.ties import in_wider_dtype, run_alone
-from lab.experiments.ladder import twelve
+from lab.experiments.stages import twelve
 from lab.loading.load import load
 from lab.loading.stages import SCRIPTS
-from lab.views import rungs
+from lab.views import stage_table
 from request import Request
 
 
@@ -24,7 +24,7 @@ def built_in():
     return model, requests
 
 
-PROMISED = {   # by each docstring: the columns that get better than on the rung below, and worse
+PROMISED = {   # by each docstring: the columns that get better than on the stage before, and worse
     "unbatched": ({"slots"}, set()),
     "naive": ({"passes", "at once"}, {"slots", "worst gap"}),
     "dynamic": ({"passes", "slots", "first token"}, {"worst gap"}),
@@ -37,14 +37,14 @@ PROMISED = {   # by each docstring: the columns that get better than on the rung
 
 def columns(text):
     """Those that "buys" or "costs" names."""
-    return {name for name, words in rungs.WORDS.items() for part in text.split("; ")
+    return {name for name, words in stage_table.WORDS.items() for part in text.split("; ")
             if re.fullmatch(words.replace("{}", r"[\d,]+ -> [\d,]+"), part)}
 
 
 @pytest.mark.parametrize("stage", SCRIPTS)
-def test_a_rung_buys_and_costs_what_its_docstring_says(stage, built_in):
+def test_a_stage_buys_and_costs_what_its_docstring_says(stage, built_in):
     model, requests = built_in
-    table, said = rungs.rungs(stage, requests, model.config, {}).split("\n  buys ")
+    table, said = stage_table.stage_table(stage, requests, model.config, {}).split("\n  buys ")
     buys, costs = (columns(" ".join(part.split())) for part in said.split("\n  costs "))
     buys_at_least, costs_just = PROMISED[stage]
     assert buys >= buys_at_least and costs == costs_just and not buys & costs
@@ -89,7 +89,8 @@ def test_known_answers_make_the_passes_of_the_real_run(stage, policy):
             for i in range(9)]
         knobs, _ = flags.knobs_of(SCRIPTS[stage], PRESSURE | {"policy": policy})
         real = SCRIPTS[stage](model, asked, **knobs)
-        again = SCRIPTS[stage](rungs.NoModel(model.config), [*map(rungs.known, asked)], **knobs)
+        answered = [stage_table.known(request) for request in asked]
+        again = SCRIPTS[stage](stage_table.NoModel(model.config), answered, **knobs)
         assert work_of(again) == work_of(real) and again.counts == real.counts
         for mine, theirs in zip(again.requests, real.requests, strict=True):
             assert (mine.name, mine.generated, mine.finish_reason, mine.token_steps) == (
@@ -108,12 +109,12 @@ def test_the_figures_of_a_run_by_hand():
         request.generated = answer
     config = toy().config
     limits = {"token_budget": 4}
-    assert rungs.counted(SCRIPTS["ragged"], answered, config, limits) == [5, 11, 2, 4, 2]
-    assert rungs.counted(SCRIPTS["chunked"], answered, config, limits) == [6, 11, 2, 1, 2]
+    assert stage_table.counted(SCRIPTS["ragged"], answered, config, limits) == [5, 11, 2, 4, 2]
+    assert stage_table.counted(SCRIPTS["chunked"], answered, config, limits) == [6, 11, 2, 1, 2]
     one = [Request([1], 1)]
     one[0].generated = [3]
-    assert rungs.counted(SCRIPTS["unbatched"], one, config, {}) == [1, 1, 1, 0, 1]
-    assert "buys" in rungs.rungs("unbatched", one, config, {})   # also without a gap
+    assert stage_table.counted(SCRIPTS["unbatched"], one, config, {}) == [1, 1, 1, 0, 1]
+    assert "buys" in stage_table.stage_table("unbatched", one, config, {})   # also without a gap
 
 
 # --- limits ---------------------------------------------------------------------------------------
