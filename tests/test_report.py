@@ -2,6 +2,7 @@
 import json
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 from common import STAGES, toy
 
+from lab.checks.traps import broken
+from lab.checks.xray import Sight, XRay
+from lab.explorer.recorder import record
 from lab.views.report import report, totals, write_trace
-from lab.views.sights import PAD, seen_pads
+from lab.views.sights import PAD, panels, seen_pads
 from request import Request
 from toolbox.trace import ForwardPass, Trace, observed
 
@@ -114,3 +118,45 @@ def test_a_step_begins_with_its_first_pass_and_observers_leave(monkeypatch):
         pass
     assert seen == [(3, 0), (3, 1)] and waits == 3 * [batch.tokens.device]
     assert begun[0] == begun[1] < trace.step_times[4]
+
+
+@pytest.mark.parametrize("stage, knobs, trap", [
+    ("interleaved", {"token_budget": 6}, "published mask"),
+    ("dynamic", {}, "pads of the past are seen"),
+    ("ragged_varlen", {"token_budget": 6}, "no causal rule in a chunk"),
+    ("prefix", {"token_budget": 6, "page_size": 2}, "pages read in one piece"),
+    ("prefix", {"token_budget": 6, "page_size": 2}, None)])
+def test_sentences_pages_and_pictures_judge_a_token_alike(stage, knobs, trap):
+    """Prompts begin alike: in prefix they share pages, which count as a request's own."""
+    asked = [Request([1, 2, 3, 4, 5, 6, 7 + i][:3 + i], 6, name="ABCD"[i]) for i in range(4)]
+    with broken(trap, show=False) if trap else nullcontext():
+        recorder = record(STAGES[stage], toy(), asked, **knobs).recording
+        with XRay(model := toy(), requests := [replace(each) for each in asked]) as xray:
+            trace = STAGES[stage](model, requests, **knobs)
+    in_sentences, in_pictures, shared = set(), set(), 0
+    for number, (sight, frame) in enumerate(zip(xray.passes, recorder.frames, strict=True)):
+        for look in xray.looks(sight):
+            request, position = xray.token_of[look.id]
+            shared += any(xray.shared_keys(sight.batch)[id] != id for id in look.expected)
+            place = re.escape(f", {xray.place(sight, look.slot)} = {request} ")
+            told = any(re.search(place + ".* (sees|does not see) ", sentence)
+                       for sentence in xray.faults_of(number, sight))
+            assert told == (not look.is_right) == (look.slot in frame["sees"])
+            in_sentences |= {(number, f"{request.name}{position}")} if told else set()
+        for panel in panels(sight):
+            for name, kinds in zip(panel.queries, panel.cells, strict=True):
+                if {"wrong", "missing"} & {*kinds}:
+                    in_pictures.add((number, name))
+    assert in_pictures == in_sentences and bool(in_sentences) == bool(trap)
+    assert (shared > 0) == (trace.counts.get("shared_pages", 0) > 0) == (stage == "prefix")
+
+
+def test_a_key_that_is_seen_twice_counts_twice():
+    """Also if one of the two is its copy in a page that equal beginnings share."""
+    requests = [Request([1, 2], 1, name="A"), Request([1, 2], 1, name="B")]
+    xray = XRay(toy(), requests)   # the ids of A are 1, 2, 3, those of B 4, 5, 6
+    batch = SimpleNamespace(pool=SimpleNamespace(cached={}))
+    seen = torch.zeros(1, 8).long()
+    seen[0, [1, 4, 5]] = 1
+    look, = xray.looks(Sight(xray, batch, torch.tensor([5]), torch.tensor([1]), seen))
+    assert (look.slot, look.id, look.seen) == (0, 5, {4: 2, 5: 1}) and not look.is_right

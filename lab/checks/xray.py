@@ -24,6 +24,7 @@ nothing about sampling.
 import copy
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +50,25 @@ class Sight:
     positions: torch.Tensor   # that the model was given for them
     seen: torch.Tensor        # (..., D + 1): for each slot how many keys of each id, blanks last
     record: object = None     # the trace's record of the pass; set by sights_at
+
+
+class Look(NamedTuple):
+    """
+    The one judgement of what a token should see, and sees. A key in a page that equal beginnings
+    share counts as the request's own.
+    """
+    slot: int         # its number in the tensor
+    id: int           # of the token
+    expected: range   # ids of the keys that it should see: its request's, up to itself
+    seen: Counter     # id -> number of such keys that it sees; -1 each if its output is not finite
+
+    @property
+    def is_right(self):
+        return self.seen == dict.fromkeys(self.expected, 1)
+
+    @property
+    def is_finite(self):
+        return max(self.seen.values(), default=0) >= 0
 
 
 class XRay:
@@ -123,27 +143,41 @@ class XRay:
                     same_as[id] = named.setdefault((before, tokens[request][position]), id)
         return same_as
 
-    def faults_of(self, number, sight):
+    def looks(self, sight):
+        """A Look for each token of the pass. A slot without a token has none."""
         shared = self.shared_keys(sight.batch)
-        slots = zip(sight.ids.flatten().tolist(), sight.positions.flatten().tolist(),
-                    sight.seen.flatten(0, -2).tolist())
-        for slot, (id, given, row) in enumerate(slots):
+        rows = zip(sight.ids.flatten().tolist(), sight.seen.flatten(0, -2))
+        for slot, (id, counts) in enumerate(rows):
             if id == PAD:
                 continue
-            request, position = self.token_of[id]
+            _, position = self.token_of[id]
+            expected = range(id - position, id + 1)   # a request's ids follow one another
+            own_of = {shared[key]: key for key in expected}
+            seen = Counter()
+            for key in counts.nonzero().flatten().tolist():
+                seen[own_of.get(shared[key], key)] += int(counts[key])
+            yield Look(slot, id, expected, seen)
+
+    def faults_of(self, number, sight):
+        positions = sight.positions.flatten().tolist()
+        for look in self.looks(sight):
+            request, position = self.token_of[look.id]
             kind = "prefill" if position < len(request.prompt) else "decode"
-            token = (f"pass {number}, {self.place(sight, slot)} = {request} "
+            token = (f"pass {number}, {self.place(sight, look.slot)} = {request} "
                      f"({kind}, position {position})")
-            if given != position:
-                yield f"{token} is computed as if at position {given}"
-            expected = Counter(shared[key] for key in range(id - position, id + 1))
-            if max(row) < 0:
+            if positions[look.slot] != position:
+                yield f"{token} is computed as if at position {positions[look.slot]}"
+            if look.is_finite:
+                yield from self.wrong_keys(token, look)
+            else:
                 yield f"{token} has an output of NaN or infinity"
-                continue
-            seen = Counter({shared[key]: n for key, n in enumerate(row) if n})
-            for wrong, verb in (seen - expected, "sees"), (expected - seen, "does not see"):
-                if wrong:
-                    yield f"{token} {verb} {self.describe(wrong)}"
+
+    def wrong_keys(self, token, look):
+        """A sentence for what the token sees too much, and one for what it does not see."""
+        expected = Counter(look.expected)
+        for keys, verb in (look.seen - expected, "sees"), (expected - look.seen, "does not see"):
+            if keys:
+                yield f"{token} {verb} {self.describe(keys)}"
 
     def place(self, sight, slot):
         """Where a slot is: "row 2, column 5" or "token 7"."""

@@ -20,7 +20,7 @@ from lab.loading.load import load
 from lab.loading.stages import SCRIPTS
 from lab.loading.workload import make_requests, read_prompts
 from lab.simulate.calculated import simulate
-from request import Request
+from lab.views.stage_table import known
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "explorer.html"
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
@@ -48,22 +48,12 @@ def runs(model, requests):
     return traces
 
 
-class Replayed(Request):
-    """Gets the tokens of `answer`, whatever a model says, and so it ends as they do."""
-
-    def append(self, token):
-        super().append(self.answer[len(self.generated)])
-
-
 def on_gpu(trace):
     """The recorded run with the times of the calculated GPU, which does the same once more."""
-    recorder, again, (shape, gpu) = trace.recording, [], page.GPU
+    recorder, (shape, gpu) = trace.recording, page.GPU
     shape = replace(shape, block_size=recorder.model.config.block_size)   # where answers may end
-    for request in recorder.requests:
-        again.append(Replayed(request.prompt, request.max_new_tokens, name=request.name,
-                              eos_token=request.eos_token, arrival=request.arrival))
-        again[-1].answer = request.generated
-    return take_times(trace, simulate(shape, gpu, recorder.generate, again, **recorder.knobs))
+    answered = [known(request) for request in recorder.requests]
+    return take_times(trace, simulate(shape, gpu, recorder.generate, answered, **recorder.knobs))
 
 
 def data():

@@ -19,7 +19,6 @@ and, by the number of the slot in the tensor, for those tokens of which it is no
 import inspect
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from lab.checks.check import Check
@@ -78,19 +77,17 @@ class Recorder(XRay):
 
     def wrong_sights(self, sight):
         """What the tokens see that do not see exactly their own request up to themselves."""
-        found, shared = {}, np.array(self.shared_keys(sight.batch))
-        counts = sight.seen.flatten(0, -2).numpy(force=True)
-        for slot, id in enumerate(sight.ids.flatten().tolist()):
-            if id == PAD:
+        wrong = {}
+        for look in self.looks(sight):
+            if look.is_right:
                 continue
-            own = np.arange(id - self.token_of[id][1], id + 1)
-            keys = np.repeat(np.arange(1, len(self.token_of)), counts[slot, 1:-1].clip(0))
-            pads, blanks = counts[slot, [PAD, -1]].tolist()
-            if pads or blanks or not np.array_equal(np.sort(shared[keys]), np.sort(shared[own])):
-                mine = dict(zip(shared[own].tolist(), own.tolist()))   # of pages that are shared
-                keys = sorted(mine.get(shared[key], key) for key in keys.tolist())
-                found[slot] = [sum(map(self.place_of, keys), ()), pads, blanks]
-        return found
+            pads, blanks = look.seen[PAD], look.seen[len(self.token_of)]
+            places = []
+            for key in sorted(look.seen.elements()):   # a key that is seen twice stands twice
+                if key not in (PAD, len(self.token_of)):
+                    places += self.place_of(key)
+            wrong[look.slot] = [places, pads, blanks]
+        return wrong
 
     def slots(self, batch, ids):
         """Owner and position of each slot, and shifts."""

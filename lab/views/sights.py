@@ -34,50 +34,85 @@ def panels(sight, label=None):
 
     label: label(request, position) names a token; by default A0, A1, ...
     """
-    label = label or (lambda request, position: f"{request.name}{position}")
-    rows = torch.atleast_2d(sight.ids)
-    seen = sight.seen.reshape(*rows.shape, -1)
-    return [panel(sight, *row, label) for row in zip(rows.tolist(), seen.tolist())]
+    rows = torch.atleast_2d(sight.ids).tolist()
+    looks = {look.id: look for look in sight.xray.looks(sight)}
+    return [panel(sight, row, looks, label or short_label) for row in rows]
 
 
-def panel(sight, ids, seen, label):
-    token_of, shared = sight.xray.token_of, sight.xray.shared_keys(sight.batch)
-    past = {request: range(sight.xray.first[request], sight.xray.first[request] + start)
-            for (request, _), start in zip(sight.batch.plan, sight.batch.starts)}
-    queries = [(id, counts) for id, counts in zip(ids, seen) if id != PAD]
-    keys_seen, mine = {}, {}   # of each query
-    for id, counts in queries:
-        mine[id] = {shared[key]: key for key in range(id - token_of[id][1], id + 1)}
-        # A page that equal beginnings share counts as the request's own.
-        keys_seen[id] = {mine[id].get(shared[key], key)
-                         for key, n in enumerate(counts[1:-1], 1) if n}
+def short_label(request, position):
+    return f"{request.name}{position}"
+
+
+def panel(sight, ids, looks, label):
+    """
+    ids:   of the row's slots
+    looks: {id: Look} of the pass's tokens
+    """
+    token_of = sight.xray.token_of
+    queries = [id for id in ids if id != PAD]
+    past = past_ids(sight)
     columns, past_pads = key_columns(sight, ids, past)
-    columns += sorted(set().union(*keys_seen.values()) - {*columns})   # of no request in this row
+    columns += strangers(columns, [looks[id] for id in queries], blank=len(token_of))
     cells = []
-    for id, counts in zip(ids, seen):
+    for id in ids:
         if id == PAD:
             cells.append(["pad"] * len(columns))
+        else:
+            cells.append(cells_of(sight, looks[id], columns, past_pads, past))
+
+    def name(id):
+        return "·" if id == PAD else label(*token_of[id])
+
+    owners = dict.fromkeys(token_of[id][0].name for id in queries)
+    return Panel(" ".join(owners), [name(id) for id in ids], [name(id) for id in columns], cells)
+
+
+def past_ids(sight):
+    """{request: ids of its tokens that the pass finds in the cache}"""
+    past = {}
+    for (request, _), start in zip(sight.batch.plan, sight.batch.starts):
+        first = sight.xray.first[request]
+        past[request] = range(first, first + start)
+    return past
+
+
+def strangers(columns, looks, blank):
+    """The keys that are seen, and are of no request in this row."""
+    seen = set()
+    for look in looks:
+        seen |= look.seen.keys()
+    return sorted(seen - {*columns, PAD, blank})
+
+
+def cells_of(sight, look, columns, past_pads, past):
+    """What one query sees: a kind for each key."""
+    token_of = sight.xray.token_of
+    pads = seen_pads(columns, past_pads, look.seen[PAD], look.seen[len(token_of)])
+    kinds = []
+    for i, key in enumerate(columns):
+        if key == PAD:
+            kinds.append("wrong" if i in pads else "pad")
             continue
-        pads = seen_pads(columns, past_pads, counts[PAD], counts[-1])
-        cells.append([("wrong" if i in pads else "pad") if key == PAD else
-                      cell(key in mine[id].values(), key in keys_seen[id],
-                           key in past.get(token_of[key][0], ()))
-                      for i, key in enumerate(columns)])
-    owners = dict.fromkeys(token_of[id][0].name for id, _ in queries)
-    names = [["·" if id == PAD else label(*token_of[id]) for id in each] for each in (ids, columns)]
-    return Panel(" ".join(owners), *names, cells)
+        owner, _ = token_of[key]
+        kinds.append(cell(may_see=key in look.expected, sees=key in look.seen,
+                          is_past=key in past.get(owner, ())))
+    return kinds
 
 
 def key_columns(sight, ids, past):
     """The keys of a panel: [id, ...], and how many pads of the past are among them, in front."""
     token_of = sight.xray.token_of
     owners = list(dict.fromkeys(token_of[id][0] for id in ids if id != PAD))
+    columns = []
     if sight.ids.dim() == 1:   # request by request, its past and then its new tokens
-        return [key for request in owners
-                for key in [*past[request], *(id for id in ids if token_of[id][0] is request)]], 0
-    own = [key for request in owners for key in past[request]]
-    pads = keys_of(sight.batch) - len(own) - len(ids)
-    return [PAD] * pads + own + ids, pads
+        for request in owners:
+            columns += past[request]
+            columns += [id for id in ids if token_of[id][0] is request]
+        return columns, 0
+    for request in owners:
+        columns += past[request]
+    pads = keys_of(sight.batch) - len(columns) - len(ids)
+    return [PAD] * pads + columns + ids, pads
 
 
 def seen_pads(columns, past_pads, pads, blanks):
@@ -89,9 +124,13 @@ def seen_pads(columns, past_pads, pads, blanks):
 
 
 def cell(may_see, sees, is_past):
-    if sees != may_see:
-        return "wrong" if sees else "missing"
-    return ("past" if is_past else "new") if sees else ""
+    if sees and not may_see:
+        return "wrong"
+    if may_see and not sees:
+        return "missing"
+    if not sees:
+        return ""
+    return "past" if is_past else "new"
 
 
 # --- drawing --------------------------------------------------------------------------------------
