@@ -20,6 +20,7 @@ from matplotlib.text import Text
 
 import generate_prefix
 import scheduler
+from lab.checks.check import run
 from lab.experiments import __main__ as runner
 from lab.experiments import bench, motion, pictures, plans, results, stages
 from lab.experiments.memory import storm
@@ -40,8 +41,8 @@ def test_the_counts_of_the_stages():
     said, (model, tokenizer) = results.load("stages"), load()
     some = STAGES if THOROUGH else ("ragged, varlen", "prefix")
     for name in some:
-        trace = results.run(STAGES[name], model, stages.twelve(tokenizer),
-                            stages.limits(name, model))
+        trace = run(STAGES[name], model, stages.twelve(tokenizer),
+                    **stages.limits(name, model))
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         row, counted = results.row_of(trace), said["stages"][name]
         assert all(row[what] == n for what, n in counted.items() if isinstance(n, int))

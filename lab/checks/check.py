@@ -22,10 +22,25 @@ from functools import cached_property
 import torch
 
 from lab.checks import ties
+from lab.flags import knobs_of
 from model import sample
 
 # How far logits may be apart, relative to the largest of them
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def run(generate, model, requests, on_token=None, **knobs):
+    """The trace of a stage on copies of these requests, with those of the knobs that it has."""
+    knobs, _ = knobs_of(generate, knobs)
+    return generate(model, [replace(request) for request in requests], on_token=on_token, **knobs)
+
+
+def run_checked(generate, model, requests, **knobs):
+    """The trace of such a run, and its Check, which judges it when it is called."""
+    copies = [replace(request) for request in requests]
+    check = Check(model, copies)
+    knobs, _ = knobs_of(generate, knobs)
+    return generate(model, copies, on_token=check.on_token, **knobs), check
 
 
 @dataclass

@@ -14,6 +14,7 @@ from statistics import median
 
 import torch
 
+from lab.checks.check import run
 from lab.compiled import native, optimize
 from lab.experiments import results
 from lab.experiments.peers import PEERS, Engine
@@ -102,46 +103,68 @@ def peers(names, folder, args):
 def figures_of(runs, reference):
     """Of one system: medians over its runs, and the lowest share of the reference's tokens."""
     rows = [results.row_of(trace) for trace in runs]
-    seconds, itls = ([row[what] for row in rows] for what in ("seconds", "itl_p99"))
-    equal = min(sum(a == b for pair in zip(trace.requests, reference.requests)
-                    for a, b in zip(*(request.generated for request in pair))) for trace in runs)
+    seconds = [row["seconds"] for row in rows]
+    itls = [row["itl_p99"] for row in rows]
+    equal = min(equal_tokens(trace, reference) for trace in runs)
     return {"rounds": seconds, "seconds": median(seconds),
             "spread": (max(seconds) - min(seconds)) / median(seconds),
             "ttft_mean": median(row["ttft_mean"] for row in rows),
-            "itl_p99": median(itls) if None not in itls else None,
+            "itl_p99": None if None in itls else median(itls),
             "equal": equal / totals(reference)["generated"]}
+
+
+def equal_tokens(trace, reference):
+    """How many tokens of the run are those of the reference, at the same place of an answer."""
+    equal = 0
+    for request, other in zip(trace.requests, reference.requests):
+        equal += sum(a == b for a, b in zip(request.generated, other.generated))
+    return equal
 
 
 def measure(args, device, dtype):
     """All stages and their peers, on the same weights and requests: a result for each workload."""
-    others = [name for name in args.systems if name in PEERS]
-    if others and (sys.platform == "win32" or (device.type, dtype) != ("cpu", torch.float32)):
-        print("other engines are left out: compared only on a CPU, in float32, not on Windows")
-        others = []
-    with tempfile.TemporaryDirectory() as folder:
-        if not args.model:
-            write_gpt2(random_model(args.quick), folder, dtype=torch.float32)
-        plain = load_model(args.model or folder).requires_grad_(False).to(device, dtype)
-        theirs = peers(others, args.model or folder, args)
+    plain, engines = model_and_peers(args, device, dtype)
     fast = optimize(plain)
-    systems = {name: partial(results.run, STAGES[stage], fast if compiled else plain, knobs=KNOBS)
-               for name, (stage, compiled) in OURS.items()}
-    systems |= {name: partial(served, engine) for name, engine in theirs.items()}
+    systems = {}   # name: requests -> trace
+    for name, (stage, compiled) in OURS.items():
+        systems[name] = partial(run, STAGES[stage], fast if compiled else plain, **KNOBS)
+    for name, engine in engines.items():
+        systems[name] = partial(served, engine)
     chosen = [name for name in args.systems if name in systems]
     for name in args.workloads:
         requests = workload(name, plain.config.vocab_size, args.quick)
         print(f"\n{name}: {len(requests)} requests", flush=True)
-        schedule = results.run(STAGES["ragged, varlen"], fast, requests, KNOBS)   # and a warm-up
-        reference = results.run(STAGES["unbatched"], fast, requests)
+        schedule = run(STAGES["ragged, varlen"], fast, requests, **KNOBS)   # and a warm-up
+        reference = run(STAGES["unbatched"], fast, requests)
         peaks = machine_peaks(fast)
-        runs = results.in_turn(chosen, lambda each: systems[each](requests),
+        runs = results.in_turn(chosen, lambda system: systems[system](requests),
                                1 if args.quick else 3, warm_up=0, patience=60)
         yield {"model": Path(args.model or "GPT-2").name, "workload": name, **peaks,
                "roofline": roofline(fast, schedule, **peaks),
-               "tokens": sum(len(request.prompt) if name == "W2" else request.max_new_tokens
-                             for request in requests),
-               "systems": {each: figures_of(of, reference) for each, of in runs.items()},
-               "peers": {each: peer.settings for each, peer in theirs.items()}}
+               "tokens": tokens_of(name, requests),
+               "systems": {system: figures_of(of, reference) for system, of in runs.items()},
+               "peers": {peer: engine.settings for peer, engine in engines.items()}}
+
+
+def model_and_peers(args, device, dtype):
+    """The model, and {name: Engine} of the peers that run here, on the same weights."""
+    names = [name for name in args.systems if name in PEERS]
+    comparable = sys.platform != "win32" and (device.type, dtype) == ("cpu", torch.float32)
+    if names and not comparable:
+        print("other engines are left out: compared only on a CPU, in float32, not on Windows")
+        names = []
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.model:
+            write_gpt2(random_model(args.quick), folder, dtype=torch.float32)
+        model = load_model(args.model or folder).requires_grad_(False).to(device, dtype)
+        return model, peers(names, args.model or folder, args)
+
+
+def tokens_of(name, requests):
+    """The tokens that a workload's speed counts: those of W2's prompts, else requested ones."""
+    if name == "W2":
+        return sum(len(request.prompt) for request in requests)
+    return sum(request.max_new_tokens for request in requests)
 
 
 # --- tables ---------------------------------------------------------------------------------------

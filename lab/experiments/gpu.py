@@ -52,9 +52,10 @@ def measure(args, device, dtype):
     """Every lesson about time on GPUs, calculated on the CPU: half an hour."""
     quick = args.quick
     on_machines = {}
-    for name, requests in MACHINES.items():
-        gpu, work = name.split(",")[0], workload(requests, 32000, quick)
-        on_machines[name] = {stage: stage_on_gpu(stage, gpu, work) for stage in STAGES}
+    for name, work in MACHINES.items():
+        gpu = name.split(",")[0]
+        on_machines[name] = {
+            stage: stage_on_gpu(stage, gpu, workload(work, 32000, quick)) for stage in STAGES}
     return {
         "stages": on_machines,
         "fitting": {model: fitting(model, 12 if quick else 400)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import generate_prefix
+from lab.checks.check import run
 from lab.experiments import results
 from lab.experiments.results import Table
 from lab.loading.load import load, set_threads
@@ -28,7 +29,7 @@ def storm(model):
     knobs = {"max_kv_tokens": 128, "pages": 16, "page_size": 8}
     traces = {}
     for name, stage in ("reserve", "ragged, varlen"), ("pages", "paged"):
-        trace = traces[name] = results.run(STAGES[stage], model, requests, knobs)
+        trace = traces[name] = run(STAGES[stage], model, requests, **knobs)
         trace.stage = f"{name}, {trace.counts.get('preemptions', 0)} preemptions"
     return traces
 
@@ -72,16 +73,19 @@ def measure(args, device, dtype):
     model, repeats = load()[0].to(device, dtype), 1 if args.quick else 5
     set_threads(model)   # as a script does
 
-    def run(name):
+    def run_stage(name):
         with watch(model) as seen:
             trace = STAGES[name](model, alike(model.config.vocab_size), max_batch=16,
                                  token_budget=64, pages=160)
-        held, t = [set().union(*pool["tables"].values()) for pool in seen], totals(trace)
-        return {"pages": max(map(len, held)), "passes": len(trace.passes), "tokens": t["slots"],
-                "seconds": t["seconds"]}
+        pages_held = [set().union(*pool["tables"].values()) for pool in seen]
+        total = totals(trace)
+        return {"pages": max(map(len, pages_held)), "passes": len(trace.passes),
+                "tokens": total["slots"], "seconds": total["seconds"]}
 
-    sharing = {name: {**runs[0], "seconds": statistics.median(r["seconds"] for r in runs)}
-               for name, runs in results.in_turn(("paged", "prefix"), run, repeats).items()}
+    sharing = {}
+    for name, runs in results.in_turn(("paged", "prefix"), run_stage, repeats).items():
+        seconds = statistics.median(figures["seconds"] for figures in runs)
+        sharing[name] = {**runs[0], "seconds": seconds}   # the rest is the same in all
     return {"repeats": repeats, "sharing": sharing}
 
 

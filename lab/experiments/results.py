@@ -15,13 +15,11 @@ import statistics
 import sys
 import time
 import timeit
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lab.flags import knobs_of
 from lab.views.report import aligned, latencies, mean, percentile, totals
 from toolbox.trace import synchronize
 
@@ -32,12 +30,6 @@ MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
 
 
 # --- to measure -----------------------------------------------------------------------------------
-
-def run(generate, model, requests, knobs={}):
-    """The trace of a stage on copies of these requests, with those of the knobs that it has."""
-    mine, _ = knobs_of(generate, knobs)
-    return generate(model, [replace(request) for request in requests], **mine)
-
 
 def in_turn(ways, run, repeats, warm_up=1, patience=math.inf):
     """

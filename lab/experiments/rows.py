@@ -7,6 +7,7 @@ much less than 32 times as long as one over a single row, until arithmetic is th
 import numpy as np
 import torch
 
+from lab.checks.check import run
 from lab.experiments import results
 from lab.experiments.results import Table
 from lab.loading.load import load
@@ -52,12 +53,12 @@ def measure_gaps(args, device, dtype):
              for i in range(4)]
     long = Request([11 * j % vocab for j in range(prompt_tokens)], 8, name="long", arrival=ARRIVAL)
 
-    def run(name):
-        knobs = {"max_batch": 5, "token_budget": BUDGET}
-        return results.run(STAGES[name], model, [*short, long], knobs).requests[:-1]
+    def run_stage(name):
+        trace = run(STAGES[name], model, [*short, long], max_batch=5, token_budget=BUDGET)
+        return trace.requests[:-1]
 
     points = {}   # of the short requests: [(step, median of seconds), ...]
-    for name, runs in results.in_turn(GAP_STAGES, run, repeats).items():
+    for name, runs in results.in_turn(GAP_STAGES, run_stage, repeats).items():
         requests = sum(runs, [])   # they get their tokens in the same steps
         medians = np.median([gaps(request.token_times) for request in requests], axis=0)
         points[name] = [*zip(requests[0].token_steps[1:], medians.tolist())]

@@ -4,9 +4,8 @@ All stages on the twelve built-in prompts, and the small workloads of the pictur
 Counts are the same on every machine. Seconds are not.
 """
 import statistics
-from dataclasses import replace
 
-from lab.checks.check import Check
+from lab.checks.check import run, run_checked
 from lab.checks.traps import broken
 from lab.checks.xray import sights_at
 from lab.experiments import results
@@ -61,7 +60,7 @@ def ruined(model, tokenizer, requests):
     """{name: [prompt, answer, answer under the published mask]} of requests that get another."""
     def answers():
         knobs = limits("interleaved", model)
-        return results.run(STAGES["interleaved"], model, requests, knobs).requests
+        return run(STAGES["interleaved"], model, requests, **knobs).requests
 
     right = answers()
     with broken("published mask", show=False):
@@ -79,20 +78,20 @@ def measure(args, device, dtype):
     model, requests = model.to(device, dtype), twelve(tokenizer)
     set_threads(model)   # as a script does
 
-    def run(name):
-        copies = [replace(request) for request in requests]
-        check = Check(model, copies)
-        return STAGES[name](model, copies, on_token=check.on_token, **limits(name, model)), check
+    def run_stage(name):
+        return run_checked(STAGES[name], model, requests, **limits(name, model))
 
     repeats, stages, wrong = 1 if args.quick else 3, {}, []
-    runs = results.in_turn(STAGES, run, repeats)
-    for name, taken in runs.items():
-        rows = [results.row_of(trace) for trace, _ in taken]   # counts are the same in all
+    runs = results.in_turn(STAGES, run_stage, repeats)
+    for name, runs_of_stage in runs.items():
+        rows = [results.row_of(trace) for trace, _ in runs_of_stage]   # counts are the same in all
         stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
-        wrong += [f"WRONG: {name}: request '{v.name}': {v.detail}"
-                  for v in taken[0][1]() if v.verdict == "WRONG"]
+        _, check = runs_of_stage[0]
+        for verdict in check():
+            if verdict.verdict == "WRONG":
+                wrong.append(f"WRONG: {name}: request '{verdict.name}': {verdict.detail}")
     print(*wrong or [f"{len(requests)} requests in {len(stages)} stages: none is WRONG"], sep="\n")
-    (trace, _), *_ = next(iter(runs.values()))   # all have the same answers
+    trace, _ = next(iter(runs.values()))[0]   # all have the same answers
     return {"repeats": repeats, "stages": stages, "wrong": wrong, "requests": len(requests),
             "stage_table": stage_table.rows(trace.requests, model.config),
             "ruined": ruined(model, tokenizer, requests),
