@@ -21,6 +21,7 @@ COUNTED = {   # a colour -> what a forward pass counts of it
     "finished": "finished_slots"}
 WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
 INK = "#777B80"    # of text: as far from white as from a dark page
+INKS = {"light": "#59636E", "dark": "#9DA7B3"}   # of text on one of them: easier to read
 LINE = "#88888866"   # around cells
 
 
