@@ -148,24 +148,73 @@ def contrast(*colors):
     return high / low
 
 
-def test_pictures_can_be_read_on_a_white_and_on_a_dark_page(drawn):
-    """GitHub shows a README 830 pixels wide, on a phone 358."""
+def test_pictures_can_be_read_on_a_light_and_on_a_dark_page(drawn):
+    """GitHub shows a README 830 pixels wide, on a phone 358; a file's name says which it is for."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     widths = dict(re.findall(r'src="docs/pictures/(\S+)" width="(\d+)"', readme))
     for name, picture in drawn.items():
+        wide = 358 if "-narrow" in name else int(widths.get(name.replace("-dark", ""), 830))
+        page = "#0d1117" if "-dark" in name else "#ffffff"
         if isinstance(picture, str):
-            shown, wide = 358 if "narrow" in name else 830, re.search(r'Box="0 0 (\d+)', picture)[1]
-            assert min(map(int, re.findall(r"(\d+)px", picture))) * shown >= 11 * int(wide)
-            inks = {*re.findall(r"fill: (#\w+)", picture)}
+            _, _, box_wide, box_high = map(int, re.search(r'Box="(.*?)"', picture)[1].split())
+            assert min(map(int, re.findall(r"(\d+)px", picture))) * wide >= 11 * box_wide
+            assert wide < 830 or box_high <= 260, name   # it stands in the first screen
+            inks = {*re.findall(r"^\.frozen .*?fill: (#\w+)|^text .*?fill: (#\w+)", picture, re.M)}
+            inks = {ink for pair in inks for ink in pair if ink}
         else:
             assert plt.imread(pictures.FOLDER / name)[0, 0, 3] == 0   # transparent
             texts = [text for text in picture.findobj(Text) if text.get_text()]
-            pixels = int(widths.get(name, 830)) / picture.get_figwidth() / 72   # a point's
+            pixels = wide / picture.get_figwidth() / 72   # a point's
             assert all(text.get_fontsize() * pixels >= 11 for text in texts), name
-            inks = {line.get_color() for line in picture.findobj(Line2D)}
-            inks |= {text.get_color() for text in texts if len(text.get_text()) > 3}   # of no cell
-        for ink in inks:   # no colour reaches 4.4 on both
-            assert min(contrast(ink, page) for page in ("#ffffff", "#0d1117")) > 3, (name, ink)
+            inks = {text.get_color() for text in texts if len(text.get_text()) > 3}   # of no cell
+            for line in picture.findobj(Line2D):
+                assert contrast(line.get_color(), page) > 3 or len(line.get_xdata()) == 2, name
+        assert inks
+        for ink in inks:
+            assert contrast(ink, page) >= 4.5, (name, ink)
+
+
+def test_a_document_shows_each_picture_in_its_four_forms():
+    """A file that no document shows would not be missed; one without its dark form would."""
+    shown = set()
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for picture in re.findall(r"<picture>.*?</picture>", text):
+            files = re.findall(r'src(?:set)?="\S*?pictures/(\S+?)"', picture)
+            stem, end = files[-1].split(".")
+            assert files == [f"{stem}{form}.{end}" for form in (
+                "-narrow-dark", "-narrow", "-dark", "")], path
+            assert "alt=" in picture
+            shown.update(files)
+        assert text.count("<img") == text.count("<picture>")
+    assert shown == {path.name for path in pictures.FOLDER.iterdir()}
+
+
+def test_marks_that_are_to_come_can_be_seen():
+    """In the moving picture: a faint token against its page."""
+    for name, page in ("motion.svg", "#ffffff"), ("motion-dark.svg", "#0d1117"):
+        picture = (pictures.FOLDER / name).read_text(encoding="utf-8")
+        share = float(re.search(r'fill="#fff" opacity="([\d.]+)"', picture)[1])
+        token, ground = to_rgb(re.search(r"\.token \{ stroke: (#\w+)", picture)[1]), to_rgb(page)
+        faint = [share * a + (1 - share) * b for a, b in zip(token, ground)]
+        assert contrast(faint, page) > 1.9, name
+
+
+def test_the_first_screen_is_a_sentence_a_picture_and_the_commands():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    kinds = [line[:2] for line in lines if line[:2] in ("**", "<p", "``", "- ")]
+    assert lines[0] == "# nanoBatch"
+    assert kinds[:7] == ["**", "<p", "``", "``", "- ", "- ", "- "]
+    assert max(map(len, lines[5:10])) <= 96   # of the commands: none is cut
+
+
+def test_no_table_of_the_readme_is_wider_than_a_phone():
+    """A cell's padding takes 26 pixels of 358, and a table of words wraps."""
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert len(tables) == 3
+    for table in tables:
+        head = table.splitlines()[0].strip("|").split("|")
+        assert len(head) <= 4
 
 
 def test_the_preemption_storm():
@@ -179,8 +228,10 @@ def test_the_moving_picture_has_every_token():
     shown = [traces[stage] for stage in motion.PANELS]
     for text in motion.pictures(traces).values():
         ElementTree.fromstring(text)   # well-formed
-        assert all(len(line) < 60 for line in re.findall('<text x="4".*?>(.+?)<', text))   # fits
-        ticks = len(re.findall(r"M[\d.]+ \d+v8", text))
+        wide = int(re.search(r'Box="0 0 (\d+)', text)[1])
+        for line in re.findall(r'<text x="4.0".*?>(.+?)<', text):
+            assert 6.5 * len(line) < wide, line   # it fits
+        ticks = len(re.findall(r"M[\d.]+ [\d.]+v5.5", text))
         assert ticks == sum(len(r.generated) for trace in shown for r in trace.requests)
     gap = {stage: motion.figures(traces[stage])[0] for stage in motion.PANELS}
     assert gap["dynamic"] > 3 * gap["chunked"] > 6 * gap["ragged, varlen"]

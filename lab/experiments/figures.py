@@ -2,13 +2,15 @@
 The pictures of the docs, drawn from traces, X-rays and measured results, in the visual language
 of lab/views/plots.py. Without a path, a function returns its figure for a notebook to show.
 """
+from textwrap import fill
+
 import numpy as np
 from matplotlib.patches import Patch
 
 from lab.experiments import bench as benchmark
 from lab.experiments import rows as measured
 from lab.views import sights
-from lab.views.plots import COLORS, COUNTED, INK, LINE, NAMES, WIDTH, box, pyplot, save, style
+from lab.views.plots import COLORS, COUNTED, LINE, LOOK, NAMES, box, pyplot, save, style
 
 # None of these means anything in a timeline or a mask.
 CYCLE = "#2E94CC", "#A5703F", "#8F8F2E", "#858585", "#6B7FB3", "#D14B8F", "#0072B2"
@@ -24,10 +26,24 @@ PAGES = {"held by one request": "#CCBB44", "shared by several": "#6B6B6B",
 
 def finished(figure, path, below="", rect=(0, 0, 1, 1), **layout):
     """below: what was measured, and where, as small print"""
-    low = rect[1] + 0.16 / figure.get_figheight() * bool(below)
-    figure.tight_layout(rect=(rect[0], low, *rect[2:]), **layout)
+    below = wrapped(below)
+    high = 0.16 * len(below.splitlines()) / figure.get_figheight()
+    figure.tight_layout(rect=(rect[0], rect[1] + high, *rect[2:]), **layout)
     figure.text(0.01, 0.06 / figure.get_figheight(), below, fontsize=9)
     return save(figure, path)
+
+
+def legend(ax, **place):
+    """Within the axes, or on a phone below them."""
+    if LOOK.narrow:
+        axes_high = ax.figure.get_figheight() - 2   # in inches, about
+        place = {"loc": "upper right", "bbox_to_anchor": (1, -0.75 / axes_high)}
+    ax.legend(fontsize=9, **place)
+
+
+def wrapped(text, letters=52):
+    """A phone's picture has several short lines."""
+    return fill(text, letters) if LOOK.narrow else text
 
 
 def origin(result):
@@ -43,7 +59,7 @@ def lines(curves, path=None, log=False, below="", notes=(), **labels):
 
     notes: (text, the point it speaks of, dx and dy of the text in font points)
     """
-    figure, ax = pyplot().subplots(figsize=(WIDTH, 3.8))
+    figure, ax = pyplot().subplots(figsize=(LOOK.width, 5.4 if LOOK.narrow else 3.8))
     for i, (label, points) in enumerate(curves.items()):
         name = label.split(":")[0]
         i = STAGES.index(name) if name in STAGES else i
@@ -52,12 +68,12 @@ def lines(curves, path=None, log=False, below="", notes=(), **labels):
         ax.loglog(base=2)
         for axis in ax.xaxis, ax.yaxis:
             axis.set_major_formatter("{x:g}")
-    for text, point, offset in notes:
+    for text, point, offset in () if LOOK.narrow else notes:   # on a phone they would not fit
         ax.annotate(text, point, offset, textcoords="offset points", fontsize=9, va="center",
-                    arrowprops={"arrowstyle": "-", "color": INK})
-    ax.set(**labels)
+                    arrowprops={"arrowstyle": "-", "color": LOOK.ink})
+    ax.set(**{what: wrapped(words, 40) for what, words in labels.items()})
     ax.grid(True)
-    ax.legend(fontsize=9)
+    legend(ax)
     return finished(figure, path, below)
 
 
@@ -96,36 +112,45 @@ def gaps(result, path=None):
 def bench(*results, path=None):
     """Useful tokens per second of all systems, and the roofline: a panel for each result."""
     systems = [*results[0]["systems"]]
-    height = 0.25 * len(systems) + 1.7
-    figure, axes = pyplot().subplots(1, len(results), figsize=(WIDTH, height), sharey=True,
-                                     squeeze=False)
-    for ax, result in zip(axes.flat, results):
+    rows, columns = (len(results), 1) if LOOK.narrow else (1, len(results))
+    height = rows * (0.25 * len(systems) + 1) + 0.7
+    figure, axes = pyplot().subplots(rows, columns, figsize=(LOOK.width, height), squeeze=False)
+    for number, (ax, result) in enumerate(zip(axes.flat, results)):
         bars = ax.barh(systems, [benchmark.speed(result, name) for name in systems], height=0.75)
         for bar, name in zip(bars, systems):
             bar.set(**LOOKS[benchmark.kind_of(name)])
         ax.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=9)
-        most = result["tokens"] / result["roofline"]
-        limit = ax.axvline(most, color=INK, linestyle="--", linewidth=1,
-                           label="roofline: all that memory and arithmetic allow")
-        ax.text(most, 1, f"{most:,.0f}", fontsize=9, ha="center", va="bottom",
-                transform=ax.get_xaxis_transform())
+        roofline(ax, result)
         name = result["workload"]
         ax.set(title="\n".join([f"{result['model']}, {name} {benchmark.WORKLOADS[name]}",
                                 *benchmark.SIZES[name]]))
-        ax.margins(x=0.1)
         ax.locator_params(axis="x", nbins=3)
         ax.tick_params("y", labelsize=9)
-    axes.flat[0].invert_yaxis()
-    figure.supxlabel(f"tokens/s\nrandom weights; {origin(results[0])}", fontsize=9)
-    figure.legend(handles=[*(Patch(label=look, **how) for look, how in LOOKS.items()), limit],
-                  loc="upper center", ncols=4, fontsize=9)
-    return finished(figure, path, rect=(0, 0, 1, 1 - 0.3 / height))
+        ax.invert_yaxis()
+        if number and not LOOK.narrow:
+            ax.set_yticklabels([])
+    small_print = wrapped(f"random weights; {origin(results[0])}")
+    figure.supxlabel(f"tokens/s\n{small_print}", fontsize=9)
+    handles = [Patch(label=look, **how) for look, how in LOOKS.items()]
+    figure.legend(handles=handles, loc="upper center", ncols=2 if LOOK.narrow else 3, fontsize=9)
+    legend_high = 0.5 if LOOK.narrow else 0.3
+    return finished(figure, path, rect=(0, 0, 1, 1 - legend_high / height))
+
+
+def roofline(ax, result):
+    """A row of its own below the bars: as much as memory and arithmetic allow."""
+    most = result["tokens"] / result["roofline"]
+    bar = ax.barh(["roofline"], [most], height=0.75, facecolor="none", edgecolor=LOOK.ink,
+                  linestyle="--")
+    ax.bar_label(bar, fmt="{:,.0f}", padding=2, fontsize=9)
+    ax.set_xlim(0, 1.22 * most)
 
 
 def slots(result, path=None):
     """Useful, padded and finished slots of each stage, as bars. result: of `stages`"""
     stages = {name: row for name, row in result["stages"].items() if "no cache" not in name}
-    figure, ax = pyplot().subplots(figsize=(8, 0.9 + 0.42 * len(stages)))
+    row_high = 0.5 if LOOK.narrow else 0.42
+    figure, ax = pyplot().subplots(figsize=(LOOK.width, 0.9 + row_high * len(stages) + LOOK.narrow))
     left = np.zeros(len(stages))
     for kind, name in COUNTED.items():
         values = np.array([row[name] for row in stages.values()])
@@ -134,13 +159,16 @@ def slots(result, path=None):
                     label="useful" if name == "useful" else NAMES[kind])
             left += values
     for i, (row, total) in enumerate(zip(stages.values(), left)):
-        ax.text(total, i, f"  {row['useful'] / total:.0%} useful, {row['forward_passes']} passes",
-                va="center", fontsize=9)
-    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * 1.36),
-           title=f"What each stage computes for the same {result['requests']} requests "
-                 "(slots, not seconds)",
-           xlabel="slots computed: places in all tensors")
-    ax.legend(loc="lower right")
+        text = f"{row['useful'] / total:.0%} useful, {row['forward_passes']} passes"
+        if LOOK.narrow:
+            text = text.replace(", ", "\n")
+        ax.text(total + 0.01 * left.max(), i, text, va="center", fontsize=9)
+    room = 1.42 if LOOK.narrow else 1.3
+    title = (f"What each stage computes for the same {result['requests']} requests "
+             "(slots, not seconds)")
+    ax.set(ylim=(len(stages) - 0.5, -0.5), xlim=(0, left.max() * room), title=wrapped(title, 29),
+           xlabel=wrapped("slots computed: places in all tensors", 24))
+    legend(ax, loc="lower right")
     return finished(figure, path)
 
 
@@ -155,17 +183,34 @@ def packing(sight, path=None):
     padded = [["·"] * (m - n) + [f"{request.name}{j}" for j in range(n)]
               for request, n in sight.batch.plan]
     packed = [panel.queries for panel in panels]
-    figure, axes = pyplot().subplots(1, 3, figsize=(WIDTH, 0.8 + 0.29 * max(len(padded), m)))
+    shared = max(panels, key=lambda panel: len(panel.name.split()))
+    # (rows, columns) of a panel's cells, and its place in inches: all cells have one size
+    cell, gap, top = 0.33 if LOOK.narrow else 0.36, 0.55, 0.55
+    places = [(0, 0), (0, len(padded)), (m, 0)]
+    if LOOK.narrow:
+        places = [(0, 0), (0, len(padded)), (0, len(padded) + len(packed))]
+    rows = max(len(padded) + len(packed) + gap / cell, m)
+    if LOOK.narrow:
+        rows = len(padded) + len(packed) + m + 2 * gap / cell
+    height = top + cell * rows + 0.1
+    figure = pyplot().figure(figsize=(LOOK.width, height))
+    axes = []
+    sizes = [(len(padded), m), (len(packed), m), (m, m)]
+    for number, ((column, row), (high, wide)) in enumerate(zip(places, sizes)):
+        left = 0.1 + cell * column + (0.75 if column else 0)
+        left += 0.2 if LOOK.narrow and number == 2 else 0
+        above = top + cell * row + gap * (number if LOOK.narrow else int(row > 0))
+        axes.append(figure.add_axes((
+            left / LOOK.width, 1 - (above + cell * high) / height,
+            cell * wide / LOOK.width, cell * high / height)))
     for ax, how, slots in zip(axes, ("padded", "packed"), (padded, packed)):
         draw_prompts(ax, slots)
-        ax.set(xlim=(-0.04, m + 0.04), ylim=(len(padded) + 0.04, -0.04), aspect="equal",
+        ax.set(xlim=(0, m), ylim=(len(slots), 0),
                title=f"{how} ({len(slots)}, {m}): {sum(slots, []).count('·')} pad slots")
         ax.axis("off")
-    shared = max(panels, key=lambda panel: len(panel.name.split()))
     sights.draw_panel(axes[2], shared)
-    axes[2].set_aspect("equal")
     axes[2].set_title(f"what {' and '.join(shared.name.split())} see in their row", pad=18)
-    return finished(figure, path, pad=0.4, w_pad=1)
+    return save(figure, path)
 
 
 def draw_prompts(ax, slots):
@@ -174,15 +219,21 @@ def draw_prompts(ax, slots):
         if label == "·":
             box(ax, j, i, facecolor=COLORS["pad"], edgecolor=LINE, hatch="////")
             continue
-        behind = label[1:] == "0" and j and slots[i][j - 1] != "·"   # another prompt: a gap
-        box(ax, j + 0.14 * behind, i, label, "white", facecolor=COLORS["prefill"])
+        box(ax, j, i, label, "white", facecolor=COLORS["prefill"])
+        if label[1:] == "0" and j and slots[i][j - 1] != "·":   # another prompt begins
+            ax.plot([j, j], [i, i + 1], color="white", linewidth=3, zorder=3)
 
 
 # --- a pool of pages ------------------------------------------------------------------------------
 
 def pool(seen, path=None):
     """A pool over the steps of a run, seen by memory.watch; and its fullest step's block tables."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(WIDTH, 6.2), width_ratios=[2, 1])
+    if LOOK.narrow:
+        figure, (left, right) = pyplot().subplots(
+            2, 1, figsize=(LOOK.width, 7.8), height_ratios=[2.4, 1])
+    else:
+        figure, (left, right) = pyplot().subplots(
+            1, 2, figsize=(LOOK.width, 6.2), width_ratios=[2, 1])
     one, several, cached, _ = PAGES.values()
     holders = [{page: [name for name, table in at["tables"].items() if page in table]
                 for page in range(at["number"])} for at in seen]
@@ -212,5 +263,6 @@ def pool(seen, path=None):
     right.axis("off")
     handles = [Patch(facecolor=color, edgecolor=LINE, label=label)
                for label, color in PAGES.items()]
-    figure.legend(handles=handles, loc="lower center", ncols=len(handles), handlelength=1.2)
+    in_a_line = 2 if LOOK.narrow else len(handles)
+    figure.legend(handles=handles, loc="lower center", ncols=in_a_line, handlelength=1.2)
     return finished(figure, path, rect=(0, 0.06, 1, 1))

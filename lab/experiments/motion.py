@@ -8,6 +8,7 @@ the start. Its only animation is a mask that slides along and brings it out, sev
 than the GPU. The picture is transparent. It comes in two widths, for a page and for a phone, and in
 two inks, for a light page and for a dark one.
 """
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 
@@ -49,8 +50,11 @@ def run(stage):
 
 def waits(trace):
     """(seconds, from, to) between two tokens of a request, for all but the long one."""
-    return [(b - a, a, b) for request in trace.requests if request.name != "long"
-            for a, b in zip(request.token_times, request.token_times[1:])]
+    found = []
+    for request in trace.requests:
+        if request.name != "long":
+            found += [(end - start, start, end) for start, end in pairwise(request.token_times)]
+    return found
 
 
 def figures(trace):

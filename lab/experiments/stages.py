@@ -114,17 +114,21 @@ def table(result):
 
 
 def ideas(result):
-    """The README's table: what each stage is for, as its script's last table says it."""
-    rows = []
+    """
+    The README's table: what each stage is for, as its script's last table says it. It has four
+    columns, so that it fits a phone.
+    """
+    rows, at_once = [], {}
     for number, (name, idea) in enumerate(IDEAS.items()):
-        passes, slots, _, gap, at_once = result["stage_table"][name]
-        rows.append([f"{number} [{name}](generate_{name}.py)", idea, f"{passes:,}", f"{slots:,}",
-                     f"{gap:,}", f"{at_once:,}"])
+        passes, slots, _, gap, most = result["stage_table"][name]
+        stage = f"{number} [{name}](generate_{name}.py)<br>{idea}"
+        rows.append([stage, f"{passes:,}", f"{slots:,}", f"{gap:,}"])
+        at_once.setdefault(most, []).append(name)
+    together = "; ".join(f"{', '.join(names)} {most}" for most, names in at_once.items())
     how = (f"Each script runs the same {result['requests']} prompts in the same memory, and prints "
            "this table at its end. Worst gap: the most slots computed between two tokens of a "
-           "request. At once: the most requests in a step.")
-    return Table(["stage", "the idea", "passes", "slots", "worst gap", "at once"], rows, how,
-                 words=2, small_print="{how}")
+           f"request. The most requests in a step: {together}.")
+    return Table(["stage", "passes", "slots", "worst gap"], rows, how, small_print="{how}")
 
 
 def bug(result):
@@ -135,10 +139,11 @@ def bug(result):
     def beginning(text, most=72):
         return f"{line(text)[:most]}{'…' * (len(line(text)) > most)}"
 
-    rows = [[f"…{line(prompt)[-36:]}", beginning(right), beginning(wrong)]
-            for prompt, right, wrong in (result["ruined"][name] for name in ("r2", "r8"))]
+    prompt, right, wrong = result["ruined"]["r8"]
+    rows = [["prompt", f"…{line(prompt)[-36:]}"], ["right", beginning(right)],
+            ["**published mask**", beginning(wrong)]]
     how = (f"In *interleaved* the mask changes {len(result['ruined'])} of {result['requests']} "
-           "answers. Here are two, drawn with the same random numbers. *Right* is what the request "
+           "answers. Here is one, drawn with the same random numbers. *Right* is what the request "
            "gets alone, character by character; that it is nonsense as well does not matter.")
-    return Table(["prompt", "right", "with the published mask"], rows, how, words=3,
+    return Table(["", "text"], rows, how, words=2,
                  small_print="{how}")

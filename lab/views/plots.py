@@ -8,8 +8,12 @@ What every script can draw with --plot, in one visual language:
 Colour-blind readers can tell the colours apart (Okabe and Ito's palette, with Tol's red); hatching
 repeats the distinction. The docs' figures, in lab/experiments/figures.py, use the same language.
 
-A picture has no background: its colours can be read on a white and on a dark page.
+A picture has no background: its colours can be read on a white and on a dark page. Its text is
+grey; a document's pictures come in an ink for either page, and in two widths (see `look`).
 """
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 COLORS = {"prefill": "#0072B2", "decode": "#009E73", "recomputed": "#CC79A7", "pad": "#8888883A",
           "finished": "#CC3311", "waiting": "#8C8C8C"}
 KEYS = {"past": "#6B5CB8", "new": "#E69F00"}   # what a token sees: cached keys, this pass's
@@ -19,10 +23,35 @@ NAMES = {"prefill": "prefill", "decode": "decode", "recomputed": "computed again
 COUNTED = {   # a colour -> what a forward pass counts of it
     "decode": "useful", "recomputed": "recomputed", "pad": "pad_slots",
     "finished": "finished_slots"}
-WIDTH = 8.75   # inches, at which the width of a page shows a font in its own size
+WIDTH, NARROW = 8.75, 3.9   # inches, at which a page, or a phone, shows a font in its own size
 INK = "#777B80"    # of text: as far from white as from a dark page
 INKS = {"light": "#59636E", "dark": "#9DA7B3"}   # of text on one of them: easier to read
 LINE = "#88888866"   # around cells
+
+
+@dataclass
+class Look:
+    """For whom a picture is drawn."""
+    ink: str = INK
+    width: float = WIDTH
+
+    @property
+    def narrow(self):
+        return self.width < WIDTH
+
+
+LOOK = Look()
+
+
+@contextmanager
+def look(ink=INK, width=WIDTH):
+    """Pictures drawn meanwhile have text in this ink, and this width in inches."""
+    before = LOOK.ink, LOOK.width
+    LOOK.ink, LOOK.width = ink, width
+    try:
+        yield
+    finally:
+        LOOK.ink, LOOK.width = before
 
 
 def pyplot():
@@ -38,7 +67,7 @@ def pyplot():
         "hatch.linewidth": 0.4, "figure.dpi": 110, "savefig.dpi": 140, "legend.frameon": False,
         "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
         **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color",
-                         "ytick.color"), INK)})
+                         "ytick.color"), LOOK.ink)})
     return plt
 
 
@@ -92,8 +121,9 @@ def timeline(ax, trace, last_step):
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
     slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
-    ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful / slots:.0%} of {slots:,} "
-                 "slots useful", fontsize=9)
+    useful_share = f"{useful / slots:.0%} of {slots:,} slots useful"
+    ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful_share}", fontsize=9,
+                 wrap=LOOK.narrow)
 
 
 def cell(ax, step, row, shares, wide):
@@ -107,9 +137,10 @@ def cell(ax, step, row, shares, wide):
 
 def timelines(traces, path=None, columns=2):
     """All stages on one workload, with one axis of steps, so that their ends can be compared."""
+    columns = 1 if LOOK.narrow else columns
     rows = -(-len(traces) // columns)
     height = 0.6 + rows * (0.75 + 0.2 * len(traces[0].requests))
-    figure, axes = pyplot().subplots(rows, columns, figsize=(WIDTH, height), squeeze=False)
+    figure, axes = pyplot().subplots(rows, columns, figsize=(LOOK.width, height), squeeze=False)
     last = max(trace.passes[-1].step for trace in traces) + 1
     handles = {}   # one of each kind that is drawn
     for ax, trace in zip(axes.flat, traces):
@@ -118,9 +149,11 @@ def timelines(traces, path=None, columns=2):
         handles |= dict(zip(names, drawn))
     for ax in axes.flat[len(traces):]:
         ax.axis("off")
+    in_a_line = 2 if LOOK.narrow else len(handles)
     figure.legend(handles=[handles[name] for name in NAMES.values() if name in handles],
-                  loc="lower center", ncols=len(handles), handlelength=1.4, columnspacing=1.6)
-    figure.tight_layout(rect=(0, 0.38 / height, 1, 1), h_pad=1.4, w_pad=2)
+                  loc="lower center", ncols=in_a_line, handlelength=1.4, columnspacing=1.6)
+    below = 0.18 + 0.2 * -(-len(handles) // in_a_line)   # inches
+    figure.tight_layout(rect=(0, below / height, 1, 1), h_pad=1.4, w_pad=2)
     return save(figure, path)
 
 

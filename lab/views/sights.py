@@ -14,7 +14,7 @@ import torch
 from matplotlib.patches import Patch
 
 from lab.checks.xray import PAD, keys_of
-from lab.views.plots import COLORS, KEYS, LINE, NAMES, WIDTH, box, pyplot, save
+from lab.views.plots import COLORS, KEYS, LINE, LOOK, NAMES, box, pyplot, save
 
 RED = COLORS["finished"]
 CELL, TOP = 0.24, 0.5   # inches
@@ -159,7 +159,7 @@ def draw(sights, path=None, label=None):
     for group in groups:
         wide = margin + 0.15 + CELL * max(len(part.keys) for part in group)
         tall = gap + CELL * max(len(part.queries) for part in group)
-        columns = len(group) if len(groups) == 1 and wide * len(group) < WIDTH else 1
+        columns = len(group) if len(groups) == 1 and wide * len(group) < LOOK.width else 1
         for k, part in enumerate(group):
             row, column = divmod(k, columns)
             places.append((part, left + margin + wide * column, TOP + gap + tall * row))
@@ -170,9 +170,9 @@ def draw(sights, path=None, label=None):
     kinds = {kind for part, _, _ in places for row in part.cells for kind in row}
     handles = [Patch(**{"edgecolor": LINE, **looks}, label=name)
                for kind, (looks, name) in LOOKS.items() if kind in kinds]
-    width = max(6.4, left)
+    width = max(min(6.4, LOOK.width), left)
     in_a_line = int(width / 1.65)
-    height = bottom + 0.45 + 0.2 * -(-len(handles) // in_a_line)
+    height = bottom + 0.45 + 0.2 * (-(-len(handles) // in_a_line) + LOOK.narrow)
     figure = pyplot().figure(figsize=(width, height))
     for (title, sight), left in zip(sights.items(), lefts):
         for down, text, weight in (0.08, title, "bold"), (0.3, bill(sight), "normal"):
@@ -183,9 +183,10 @@ def draw(sights, path=None, label=None):
         draw_panel(ax, part)
         if label:   # else each token carries its request's name
             ax.text(-0.3, -0.4, part.name, ha="right", va="bottom", weight="bold")
+    down, across = "down: the pass's tokens, as queries;", "across: the keys that each may see"
     figure.legend(handles=handles, loc="lower center", ncols=in_a_line, fontsize=9,
                   handlelength=1.2, columnspacing=1.2, title_fontsize=9,
-                  title="down: the pass's tokens, as queries; across: the keys that each may see")
+                  title=f"{down}\n{across}" if LOOK.narrow else f"{down} {across}")
     return save(figure, path)
 
 
