@@ -21,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from assignments.audit import audit
 from beyond.fairness import SCHEDULERS, FairScheduler
 from beyond.tensor_parallel import shard
 from generate_prefix import PrefixScheduler, page_hash
@@ -343,21 +344,23 @@ def checked(scheduler, step):
 
 
 def assert_books(scheduler):
-    """Each page is free, or in as many tables as its ref_count says. A cached page has one name."""
-    pages = scheduler.pool
-    tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]   # of sessions
-    for request in scheduler.running:   # of layers with a window, several for each request
-        tables += getattr(scheduler, "tables", {}).get(request, [request.block_table])
-    held = Counter(page for table in tables for page in table if page is not None)
-    assert sorted([*pages.free_queue, *held]) == list(range(pages.number))
+    """Each page is free, or in as many tables as is counted. A cached page has one name."""
     assert all(request.block_table is None and request.computed == 0
                for request in scheduler.waiting)
-    if not isinstance(scheduler, PrefixScheduler):   # nothing is shared
-        assert max(held.values(), default=1) == 1
-        return
-    assert [held[page] for page in range(pages.number)] == pages.ref_count
-    named = {page: name for name, copies in pages.cached.items() for page in copies}
-    assert named == pages.hash_of and all(pages.cached.values())
+    pool, tables = scheduler.pool, tables_of(scheduler)
+    if isinstance(scheduler, PrefixScheduler):
+        assert audit(pool, tables) == []
+    else:   # nothing is shared
+        assert sorted(sum(tables, [*pool.free_queue])) == list(range(pool.number))
+
+
+def tables_of(scheduler):
+    """All block tables in use, without the pages that a window has passed."""
+    tables = [pages for pages, _ in getattr(scheduler, "held", {}).values()]   # of sessions
+    windows = getattr(scheduler, "tables", {})   # of layers with a window: several of a request
+    for request in scheduler.running:
+        tables += windows.get(request, [request.block_table])
+    return [[page for page in table if page is not None] for table in tables]
 
 
 def assert_pages(scheduler):
