@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from unittest.mock import patch
 from weakref import ref
 
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 import generate_ragged
 from beyond.fairness import SCHEDULERS
+from cache import KV
 from generate_paged import paged_attention
 from generate_ragged import Flat
 from lab.checks.check import Check
@@ -393,6 +395,42 @@ def test_no_address_of_anything_else(dtype, shape, change):
     assert native.address(good, torch.float32, (4, 6)) == good.data_ptr()
     with pytest.raises(ValueError, match="it is for a contiguous"):
         native.address(change(good), dtype, shape)
+
+
+@pytest.mark.parametrize("table, tokens, said", [
+    ([0, 1], 8, None), ([1, 0], 5, None), ([1], 4, None),
+    ([0, 1], 9, "its cache has no room for 9 tokens"), ([0], 5, "its cache has no room for 5"),
+    ([0, 2], 5, "names a page that the pool does not have"), ([-1, 0], 5, "names a page")])
+def test_no_page_beyond_the_pool_and_no_token_beyond_its_pages(table, tokens, said):
+    """A pool of 2 pages of 4 slots, and one slot that is in no page."""
+    fast, request = optimize(PLAIN), Request([1] * tokens, 1, name="r")
+    request.block_table = table
+    batch = SimpleNamespace(plan=[(request, tokens)], starts=[0], kv=KV(9),
+                            pool=SimpleNamespace(page_size=4))
+    if said is None:
+        piece, = fast.pieces_of(batch, [tokens - 1], ())
+        assert (*piece.table,) == (*table,) and piece[:4] == (0, tokens, 0, 1)
+        return
+    with pytest.raises(ValueError, match=f"request 'r': .*{said}"):
+        fast.pieces_of(batch, [tokens - 1], ())
+
+
+def test_the_addresses_of_a_cache_are_those_of_its_buffers():
+    """Also of a copy, and after it was emptied."""
+    fast, kv = optimize(PLAIN), KV(8)
+
+    def are_right(kv):
+        keys, values = fast.addresses(kv, ())
+        return (*keys,) == tuple(kv.k[i].data_ptr() for i in range(len(PLAIN.h))) and (
+            *values,) == tuple(kv.v[i].data_ptr() for i in range(len(PLAIN.h)))
+
+    assert are_right(kv) and fast.addresses(kv, ())[0] is fast.addresses(kv, ())[0]
+    twin = copy.deepcopy(kv)
+    assert twin.k[0].data_ptr() != kv.k[0].data_ptr() and are_right(twin) and are_right(kv)
+    kept = dict(kv.k)   # so that no new buffer gets their place
+    kv.k.clear()
+    kv.v.clear()
+    assert are_right(kv) and kept
 
 
 def test_a_cache_that_was_begun_by_the_model_is_continued():

@@ -100,3 +100,18 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     monkeypatch.setattr(sample, "__code__", (lambda logits, requests: [1] * len(requests)).__code__)
     with observed(model, lambda step, batch: batches.append(batch)):
         STAGES[stage](model, few, **knobs_of(stage, max_batch=4, token_budget=5, page_size=4))
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_a_new_model_has_the_weights_that_gpt2_began_with(depth):
+    """Two projections a layer go into the residual stream. They are smaller by the root of that."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=64, vocab_size=100, n_layer=depth, n_head=2, n_embd=64))
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            expected = 0.02 / (2 * depth) ** 0.5 if "c_proj" in name else 0.02
+            assert float(p.std()) == pytest.approx(expected, rel=0.1), name
+            assert abs(float(p.mean())) < expected / 10, name
+        else:
+            norm = name.endswith("weight")   # of a LayerNorm; the others are biases
+            assert torch.equal(p, torch.full_like(p, float(norm))), name

@@ -13,6 +13,7 @@ from common import STAGES, toy
 from lab.checks.traps import broken
 from lab.checks.xray import Sight, XRay
 from lab.explorer.recorder import record
+from lab.views.report import figures as calculated_figures
 from lab.views.report import report, totals, write_trace
 from lab.views.sights import PAD, panels, seen_pads
 from request import Request
@@ -160,3 +161,40 @@ def test_a_key_that_is_seen_twice_counts_twice():
     seen[0, [1, 4, 5]] = 1
     look, = xray.looks(Sight(xray, batch, torch.tensor([5]), torch.tensor([1]), seen))
     assert (look.slot, look.id, look.seen) == (0, 5, {4: 2, 5: 1}) and not look.is_right
+
+
+# --- calculated runs ------------------------------------------------------------------------------
+
+def calculated_log():
+    """
+    Waits for a first token: 0.1, 0.2 and 0.4 s; mean gaps 0.05 and 0.1 s, and of one token none.
+    """
+    def request(arrived, *times):
+        return SimpleNamespace(arrived=arrived, token_times=[*times])
+
+    requests = [request(0.0, 0.1, 0.13, 0.2), request(1.0, 1.2, 1.3), request(3.5, 3.9)]
+    return SimpleNamespace(requests=requests, passes=[1, 2, 2, 1], useful=0.5,
+                           counts={"preemptions": 3, "saved_tokens": 70})
+
+
+def test_the_figures_of_a_calculated_run():
+    found = calculated_figures(calculated_log())
+    assert found["calculated"] and (found["requests"], found["passes"], found["useful"]) == (
+        3, 4, 0.5)
+    assert (found["preemptions"], found["saved_tokens"]) == (3, 70)
+    assert [found[name] for name in ("seconds", "tokens_per_s", "requests_per_s", "goodput")] == (
+        pytest.approx([3.9, 6 / 3.9, 3 / 3.9, 3 / 3.9]))
+    assert found["ttft_ms"] == pytest.approx(
+        {"mean": 700 / 3, "p50": 200, "p90": 360, "p99": 396})
+    assert found["tpot_ms"] == pytest.approx({"mean": 75, "p50": 75, "p90": 95, "p99": 99.5})
+    assert found["e2e_ms"] == pytest.approx({"mean": 900 / 3, "p50": 300, "p90": 380, "p99": 398})
+    assert found["itl_ms"] == pytest.approx({"mean": 200 / 3, "p50": 70, "p90": 94, "p99": 99.4})
+
+
+@pytest.mark.parametrize("limits, good", [
+    ({}, 3), ({"ttft": 401}, 3), ({"ttft": 399}, 2), ({"ttft": 201}, 2), ({"ttft": 199}, 1),
+    ({"ttft": 99}, 0), ({"itl": 101}, 3), ({"itl": 99}, 2), ({"itl": 51}, 2), ({"itl": 49}, 1),
+    ({"ttft": 399, "itl": 99}, 1), ({"ttft": 0.001}, 0)])
+def test_goodput_counts_the_requests_within_both_limits(limits, good):
+    """A request of one token has no gap. Limits are in ms, and met from both sides."""
+    assert calculated_figures(calculated_log(), **limits)["goodput"] == pytest.approx(good / 3.9)

@@ -15,6 +15,7 @@ from collections import Counter
 from functools import cache
 from threading import local
 from types import MethodType, SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -72,22 +73,32 @@ def try_out(fast):
     ValueError, in words, if the logits of two requests of 4 tokens are not the model's, or not the
     same bits in each stage; or if there are none. A budget of 3 tokens makes chunks.
     """
-    found, chunks = {}, dict(token_budget=3)
+    alone = None
+    chunks = dict(token_budget=3)
     for stage, knobs in ((generate_unbatched, {}), (generate_ragged, chunks),
                          (generate_paged, dict(chunks, page_size=2))):
-        for model in fast, fast.model:
-            rows = found[model] = []
-            requests = [Request([(1 + step * i) % fast.config.vocab_size for i in range(4)], 1)
-                        for step in (5, 7)]
-            stage.generate(model, requests, **knobs,
-                           on_token=lambda request, token, row: rows.append(row))
-        mine, theirs = (torch.stack(found[model]) for model in (fast, fast.model))    # (2, V)
-        close = TOLERANCE[torch.float32] * float(theirs.abs().max())
-        if not torch.allclose(mine, theirs, rtol=0, atol=close):
+        compiled = trial_logits(stage, fast, knobs)                                # (2, V)
+        expected = trial_logits(stage, fast.model, knobs)
+        close = TOLERANCE[torch.float32] * float(expected.abs().max())
+        if not torch.allclose(compiled, expected, rtol=0, atol=close):
             raise ValueError(f"it computes something else than the model ({stage.__name__}.py)")
-        if not torch.equal(mine, found.setdefault("alone", mine)):
+        if alone is None:
+            alone = compiled
+        if not torch.equal(compiled, alone):
             raise ValueError(f"a batch changes a request's bits ({stage.__name__}.py)")
     fast.passes.clear()
+
+
+def trial_logits(stage, model, knobs):
+    """The logits of a first token for each of two requests: (2, V)."""
+    requests = []
+    for distance in 5, 7:
+        prompt = [(1 + distance * i) % model.config.vocab_size for i in range(4)]
+        requests.append(Request(prompt, 1))
+    rows = []
+    stage.generate(model, requests, **knobs,
+                   on_token=lambda request, token, logits: rows.append(logits))
+    return torch.stack(rows)
 
 
 @cache
@@ -99,6 +110,79 @@ def origin(layout):
 
 LAYOUTS = [origin(layout) for layout in (
     generate_unbatched.Alone, generate_ragged.Flat, generate_paged.Paged)]
+
+
+# --- what a pass must be --------------------------------------------------------------------------
+
+def copies_nothing(batch):
+    """A compiled pass reads keys where they lie."""
+    cost = batch.cost
+    batch.cost = lambda: cost() | {"copied_bytes": 0}
+
+
+class Piece(NamedTuple):
+    """A request's part of a pass. The arrays and the KV live until the call returns."""
+    first: int       # the place of its first token in the stream
+    n: int           # tokens
+    start: int       # its keys that are in the cache
+    wanted: int      # of its last tokens' logits
+    table: object    # array: its pages
+    keys: object     # arrays: where those of each layer are
+    values: object
+    slots: int       # of the cache
+    page_size: int
+    kv: object
+
+    def numbers(self):
+        """As native.cpp's Piece has them."""
+        arrays = map(ctypes.addressof, (self.table, self.keys, self.values))
+        return self.first, self.n, self.start, self.wanted, *arrays, self.slots, self.page_size
+
+
+def refuse_batch(batch, attend):
+    """ValueError, in words, unless it is a layout that is compiled, and `attend` is its own."""
+    if batch is not None and origin(type(batch)) not in LAYOUTS:
+        raise ValueError(f"it is for Alone, Flat and Paged, not {type(batch).__name__}")
+    if batch is None or attend != MethodType(type(batch).attend, batch):
+        raise ValueError("it is for the attend of the batch that a trace has announced")
+    attention = getattr(batch, "attention", "varlen")
+    if attention != "varlen":
+        raise ValueError(f"it is for attention \"varlen\", not \"{attention}\"")
+
+
+def refuse_tokens(tokens, positions, pieces, asked):
+    """ValueError unless the pieces are the whole stream, and the last of each are asked for."""
+    planned, lasts = 0, []
+    for piece in pieces:
+        planned += piece.n
+        lasts += range(planned - piece.wanted, planned)
+    if planned != tokens.numel() or tokens.shape != positions.shape or asked != lasts:
+        raise ValueError("it is for the tokens of the plan, and the logits of the last of them")
+
+
+def cache_of(batch, request, n):
+    """The KV of the batch, which may be a pool's, or the request's own."""
+    kv = getattr(batch, "kv", request.kv)
+    if kv is None and hasattr(batch, "kv"):   # Alone, without a cache
+        return KV(n)
+    if type(kv) is not KV:
+        raise ValueError(f"{request}: its keys are in no KV")
+    return kv
+
+
+def pages_of(batch, request, kv):
+    """(block table, page size) of a request. A cache in one piece is a single page."""
+    if hasattr(batch, "pool"):
+        return request.block_table, batch.pool.page_size
+    return [0], kv.capacity
+
+
+def refuse_pages(request, table, page_size, slots, tokens):
+    """ValueError unless its pages hold so many tokens, and lie in the pool: C++ does not look."""
+    if tokens > len(table) * page_size:
+        raise ValueError(f"{request}: its cache has no room for {tokens} tokens")
+    if min(table) < 0 or max(table) >= slots // page_size:
+        raise ValueError(f"{request}: its block table names a page that the pool does not have")
 
 
 class Snapshot(nn.Module):
@@ -120,82 +204,96 @@ class Snapshot(nn.Module):
     def forward(self, tokens, positions=None, attend=None, wanted=None):
         """As GPT.forward or Llama.forward."""
         batch = vars(self.announced).pop("batch", None)   # it is for one pass
+        logits, why = None, None
         try:
-            logits, why = self.compiled(tokens, positions, attend, wanted, batch), None
+            logits = self.compiled(tokens, positions, attend, wanted, batch)
         except ValueError as error:
-            logits, why = None, str(error)
-        if attend:   # a bare call does not count
-            self.passes[why] += 1
-            if why is None:   # it reads keys where they lie
-                cost = batch.cost
-                batch.cost = lambda: cost() | {"copied_bytes": 0}
+            why = str(error)
+        if attend is None:   # a bare call, which does not count
+            if why is None:
+                return logits
+            return self.model(tokens, positions, wanted=wanted)
+        self.passes[why] += 1
         if why is None:
+            copies_nothing(batch)
             return logits
-        given = {"attend": attend} if attend else {}
-        return self.model(tokens, positions, wanted=wanted, **given)
+        return self.model(tokens, positions, attend, wanted)
 
     def compiled(self, tokens, positions, attend, wanted, batch):
         """The pass in one compiled call. ValueError: it cannot be, and why."""
-        N, V = tokens.numel(), self.weights.vocabulary
-        # 1. The layout. A bare call is like a request without a cache.
         if attend is None:
-            if positions is not None or not 0 < N == tokens.size(-1) <= self.config.block_size:
-                raise ValueError("it is not one sequence")
-            positions = torch.arange(N, device="cpu").view(tokens.shape)
-            batch = SimpleNamespace(plan=[(SimpleNamespace(kv=None), N)], starts=[0], kv=None)
-        elif batch is not None and origin(type(batch)) not in LAYOUTS:
-            raise ValueError(f"it is for Alone, Flat and Paged, not {type(batch).__name__}")
-        elif batch is None or attend != MethodType(type(batch).attend, batch):
-            raise ValueError("it is for the attend of the batch that a trace has announced")
-        elif getattr(batch, "attention", "varlen") != "varlen":
-            raise ValueError(f"it is for attention \"varlen\", not \"{batch.attention}\"")
-        # 2. Which logits, and where each request's keys are. `wanted`, applied to the tokens'
-        # numbers, says which of them are asked for: they must be the last ones of each request.
-        places = torch.arange(N, device="cpu").view(tokens.shape)[... if wanted is None else wanted]
+            batch, positions = self.bare_call(tokens, positions)
+        else:
+            refuse_batch(batch, attend)
+        # `wanted`, applied to the tokens' numbers, says which of them are asked for
+        numbers = torch.arange(tokens.numel(), device="cpu").view(tokens.shape)
+        places = numbers if wanted is None else numbers[wanted]
         asked = places.flatten().tolist()
-        lasts, pieces, alive, first = [], [], [], 0   # first: the request's first token
+        pieces = self.pieces_of(batch, asked, tokens.shape[:-1])
+        refuse_tokens(tokens, positions, pieces, asked)
+        logits = self.step(tokens.flatten(), positions.flatten(), pieces, len(asked))
+        return logits.view(*places.shape, self.weights.vocabulary)
+
+    def bare_call(self, tokens, positions):
+        """A batch and positions for a call of the model alone: a request without a cache."""
+        length = tokens.size(-1)
+        is_one_sequence = 0 < length == tokens.numel() and length <= self.config.block_size
+        if positions is not None or not is_one_sequence:
+            raise ValueError("it is not one sequence")
+        request = SimpleNamespace(kv=None)
+        batch = SimpleNamespace(plan=[(request, length)], starts=[0], kv=None)
+        return batch, torch.arange(length, device="cpu").view(tokens.shape)
+
+    def pieces_of(self, batch, asked, lead):
+        """A Piece for each request of the plan. asked: places of the logits that are wanted."""
+        pieces, first = [], 0
         for (request, n), start in zip(batch.plan, batch.starts):
-            kv = getattr(batch, "kv", request.kv)     # of a pool, or its own
-            if kv is None and hasattr(batch, "kv"):   # Alone, without a cache
-                kv = KV(n)
-            if type(kv) is not KV:
-                raise ValueError(f"{request}: its keys are in no KV")
-            table, page, slots = [0], kv.capacity, kv.capacity   # in one piece: a single page
-            if hasattr(batch, "pool"):
-                table, page = request.block_table, batch.pool.page_size
-            if start + n > len(table) * page or not 0 <= min(table) <= max(table) < slots // page:
-                raise ValueError(f"{request}: its cache has no room for {start + n} tokens")
-            count = bisect_left(asked, first + n) - bisect_left(asked, first)
-            arrays = native.numbers(table), *self.addresses(kv, tokens.shape[:-1])
-            pieces += first, n, start, count, *map(ctypes.addressof, arrays), slots, page
-            alive += kv, *arrays   # until the call returns
+            kv = cache_of(batch, request, n)
+            table, page_size = pages_of(batch, request, kv)
+            refuse_pages(request, table, page_size, kv.capacity, start + n)
+            wanted = bisect_left(asked, first + n) - bisect_left(asked, first)
+            keys, values = self.addresses(kv, lead)
+            pieces.append(Piece(first, n, start, wanted, native.numbers(table), keys, values,
+                                kv.capacity, page_size, kv))
             first += n
-            lasts += range(first - count, first)
-        if first != N or tokens.shape != positions.shape or asked != lasts:
-            raise ValueError("it is for the tokens of the plan, and the logits of the last of them")
-        # 3. The compiled call.
-        tokens, positions = tokens.flatten(), positions.flatten()
-        stream = [native.address(t, torch.int64, (N,)) for t in (tokens, positions)]
-        logits = torch.empty(len(asked), V, **native.FLOAT)
-        with native.LOCK:
-            done = native.library().step(
-                self.weights.of_model, self.weights.of_layers, *stream, N, native.numbers(pieces),
-                len(batch.plan), native.address(logits, torch.float32, (len(asked), V)),
-                torch.get_num_threads())
-        if done < N:   # the model says so in torch's words
-            raise ValueError("the model does not have these tokens or positions")
-        return logits.view(*places.shape, V)
+        return pieces
 
     def addresses(self, kv, lead):
-        """The addresses of its keys in each layer, and of its values; kept with the KV."""
+        """
+        Where its keys of each layer are, and its values: two arrays, which are kept with the KV.
+        All layers get their buffers here at once. So while the first one's keys are where they
+        were, the others are, too; those of a copy, or of a KV that was emptied, are not.
+        """
         kept = vars(kv).get("addresses")
-        if kept is None or kept[0] is not kv.k.get(0):
-            shape = *lead, self.weights.heads, kv.capacity, self.weights.head_size
-            new = torch.empty((), **native.FLOAT).expand(shape)
-            both = zip(*(kv.buffers(layer, new, new) for layer in range(self.weights.layers)))
-            kept = kv.addresses = kv.k[0], *(native.numbers(
-                native.address(t, torch.float32, shape) for t in part) for part in both)
-        return kept[1:]
+        if kept and 0 in kv.k and kept[0] == kv.k[0].data_ptr():
+            return kept[1:]
+        shape = *lead, self.weights.heads, kv.capacity, self.weights.head_size
+        new = torch.empty((), **native.FLOAT).expand(shape)
+        keys, values = [], []
+        for layer in range(self.weights.layers):
+            k, v = kv.buffers(layer, new, new)
+            keys.append(native.address(k, torch.float32, shape))
+            values.append(native.address(v, torch.float32, shape))
+        kv.addresses = keys[0], native.numbers(keys), native.numbers(values)
+        return kv.addresses[1:]
+
+    def step(self, tokens, positions, pieces, wanted):
+        """The compiled call: logits (wanted, V)."""
+        N, V = len(tokens), self.weights.vocabulary
+        logits = torch.empty(wanted, V, **native.FLOAT)
+        in_order = []
+        for piece in pieces:
+            in_order += piece.numbers()
+        with native.LOCK:
+            done = native.library().step(
+                self.weights.of_model, self.weights.of_layers,
+                native.address(tokens, torch.int64, (N,)),
+                native.address(positions, torch.int64, (N,)), N,
+                native.numbers(in_order), len(pieces),
+                native.address(logits, torch.float32, (wanted, V)), torch.get_num_threads())
+        if done < N:   # the model says so in torch's words
+            raise ValueError("the model does not have these tokens or positions")
+        return logits
 
     def uses(self):
         """In one line: whether its passes so far were compiled steps, or why not."""
