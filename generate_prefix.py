@@ -24,7 +24,7 @@ Only full pages are shared, and the last token of a request is always computed, 
 are needed. So a request writes only into pages it allocated, and no page is copied on write.
 
 Better than paged: tokens whose keys are still in a page are not computed again. Layout and loop are
-paged's; only the scheduler differs. Its plans are vLLM's own in 600 of 600 recorded workloads.
+paged's; only the scheduler differs. Its plans are vLLM's own in 1,200 of 1,200 recorded workloads.
 Next: each file in beyond/ answers one question. docs/vllm.md leads from here into vLLM's files.
 """
 from array import array

@@ -12,8 +12,7 @@ Each step has a budget of tokens, given out in this order:
 A *decode* (d) needs one token; a prompt needs many, and may get them in chunks (c). No rule puts
 decodes first, yet no decode ever waits for a prompt. A prompt that is cut into a chunk has used up
 the budget, so no request is admitted after it until it is complete. It is the last in `running`,
-and every decode stands before it. (vLLM V1 has this loop, too: with the pages of generate_prefix.py
-the plans are its own, in 600 of 600 recorded workloads, docs/vllm.md.)
+and every decode stands before it. (vLLM V1 has this loop, too.)
 
 A finished request leaves at once. A waiting one is admitted while fewer than `max_batch` run, some
 of the budget is left, and there is room in memory.

@@ -29,6 +29,7 @@ if __spec__ is None:
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -149,6 +150,24 @@ def cache_pages(flight, scheduler):
             scheduler.cache_filled(request, start, start + n)
 
 
+def naming_late(scheduler_class):
+    """
+    The same kind of scheduler; but where it grants a request room, it also names the page that the
+    request's last token has filled. When that token was planned, it was a hole, which names none.
+    """
+    if isinstance(scheduler_class, partial):   # of beyond/fairness.py
+        return partial(naming_late(scheduler_class.func), **scheduler_class.keywords)
+
+    class NamingLate(scheduler_class):
+        def make_room(self, request, n):
+            granted = super().make_room(request, n)
+            if granted:
+                self.cache_filled(request, max(0, request.computed - 1), request.computed)
+            return granted
+
+    return NamingLate
+
+
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
              scheduler=PrefixScheduler, on_token=None):
@@ -158,7 +177,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     check("scheduler", scheduler, lambda kind: not isinstance(kind, type)
           or issubclass(kind, PrefixScheduler), "a PrefixScheduler")   # whose pages can be found
     number = pool_size(requests, max_batch, page_size, pages)
-    planner = scheduler(max_batch, token_budget, number, page_size)
+    planner = naming_late(scheduler)(max_batch, token_budget, number, page_size)
     kv = KV(number * page_size)
     trace = Trace("ahead", requests, model, planner.pool.counts)
     for request in requests:

@@ -58,6 +58,7 @@ class FairScheduler(PrefixScheduler):
     A PrefixScheduler that keeps `waiting` by rank and preempts by rank. policy: a name in POLICIES.
     bound: how often a request may be overtaken before it is admitted, and how often preempted
     """
+    empty_steps = False   # True: as vLLM, whose first request, if it preempts itself, ends the step
 
     def __init__(self, max_batch, token_budget, pages, page_size, policy, bound=MAX_OVERTAKEN):
         one_of("policy", policy, *POLICIES)
@@ -112,7 +113,7 @@ class FairScheduler(PrefixScheduler):
                 n = min(request.todo, self.budget)
                 if n and self.make_room(request, n):
                     self.plan[request] = n
-                elif self.plan:   # vLLM stops here even if nothing is planned: an empty step
+                elif self.plan or self.empty_steps:
                     break
         preempted = len(self.running) < len(running)
         self.rank_newcomers(step)

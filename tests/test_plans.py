@@ -1,81 +1,251 @@
 """
-Plans beside those of vLLM's own scheduler, which are recorded (lab/experiments/plans.py): equal, or
-excused by name; and who plans otherwise is told where, and perhaps why.
+Plans beside those of vLLM's own scheduler, which are recorded (lab/experiments/plans.py): equal in
+three modes. Whoever plans otherwise is told where, and perhaps why.
 """
 import json
-from collections import Counter
+import subprocess
+import sys
+from copy import deepcopy
+from functools import partial
+from unittest.mock import patch
 
 import pytest
-from common import refused
+from common import ROOT, THOROUGH, refused
 
+from beyond import ahead
 from generate_prefix import PrefixScheduler
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
 from lab.experiments import plans
+from lab.experiments.plan_rules import (
+    RULES,
+    FoundAfterThePass,
+    LeastRecentlyUsed,
+    OnePageAHash,
+    WholePrompts,
+)
+from lab.experiments.plan_workloads import KINDS, workloads
+from lab.loading.recorded import RECORDED
 
 VERSION, WORKS = plans.recorded()
+PART = len(WORKS) if THOROUGH else 12   # of each kind, the first so many are compared
 
 
-def of(kind):
-    return [work for work in WORKS if work["kind"] == kind]
+def of(kind, number=PART):
+    return [work for work in WORKS if work["kind"] == kind][:number]
 
+
+# --- what is recorded -----------------------------------------------------------------------------
 
 def test_the_recorded_workloads_are_those_that_are_made():
-    """300 of each kind, of the others a fifth; so anybody can record them anew."""
-    assert VERSION == "0.32.0"
-    for kind in plans.KINDS:
-        asked = [json.loads(json.dumps(work)) for work in plans.workloads(kind, 300, 0)]
-        found = [{name: value for name, value in work.items()
-                  if name not in ("plans", "in_flight")} for work in of(kind)]
-        assert asked == found and len(found) in (300, 60)
+    """So anybody can record them anew."""
+    assert VERSION == "0.32.0" and RECORDED.stat().st_size <= 600_000
+    for kind in KINDS:
+        made = [json.loads(json.dumps(work))
+                for work in workloads(kind, plans.NUMBER, plans.SEED)]
+        kept = [{name: value for name, value in work.items() if name != "plans"}
+                for work in of(kind, len(WORKS))]
+        assert made == kept
+    assert len(WORKS) == plans.NUMBER * len(KINDS)
 
 
-@pytest.mark.parametrize("kind", plans.KINDS)
-def test_plans_are_those_of_vllm(kind):
-    """All, but for one request that is planned first and then makes room (excuse)."""
-    differ = Counter(plans.excuse(work) for work in of(kind)
-                     if plans.plans_for(work) != work["plans"])
-    assert differ.total() == (kind == "twins, priority") and not differ[None]
+def holds(prompt, tokens):
+    return any(prompt[i:i + len(tokens)] == tokens for i in range(len(prompt)))
 
 
-@pytest.mark.parametrize("rule", plans.RULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_some_prompt_holds_another_requests_prompt_and_answer(kind):
+    """Else it could not matter when a page of an answer can be found."""
+    found = 0
+    for work in of(kind, len(WORKS)):
+        for one in work["requests"]:
+            said = one["prompt"] + one["answer"][:1]
+            found += any(each["prompt"][:len(said)] == said for each in work["requests"])
+    assert found >= 20
+
+
+def test_what_the_kinds_promise():
+    """Each is what its docstring says, and no promise is one that no workload keeps."""
+    def some(kind, what):
+        return sum(map(what, of(kind, len(WORKS))))
+
+    number = plans.NUMBER
+    assert some("small budgets", lambda w: w["token_budget"] < w["page_size"]) == number
+    assert some("one at a time", lambda w: w["max_batch"] == 1) == number
+    assert some("long prompts", lambda w: max(len(r["prompt"]) for r in w["requests"]) > 900) > 40
+    assert some("stop tokens", lambda w: any("stop" in r for r in w["requests"])) > 90
+    assert some("one token answers",
+                lambda w: all(len(r["answer"]) == 1 for r in w["requests"])) == number
+    assert some("aborts", lambda w: any("abort" in r for r in w["requests"])) > 70
+    assert some("crowds", lambda w: len(w["requests"]) == 300) > 5
+    assert some("returns", newcomers_while_preempted_wait) > 40
+
+
+def newcomers_while_preempted_wait(work):
+    """Whether a request arrives while one that has run is not in the plan."""
+    arrivals = {each["arrival"] for each in work["requests"]}
+    seen = set()
+    for i, (step, plan) in enumerate(work["plans"]["fcfs"]):
+        later = {name for _, each in work["plans"]["fcfs"][i:] for name in each}
+        if step in arrivals and (seen & later) - {*plan}:
+            return True
+        seen |= {*plan}
+    return False
+
+
+# --- equal ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", plans.OURS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_are_those_of_vllm(kind, mode):
+    """In mode priority: but for empty steps; if these are allowed, in all."""
+    works = of(kind)
+    differ = plans.different(works, mode, plans.OURS[mode])
+    assert not plans.faults_of(mode, works, differ)
+    assert mode == "priority" or not differ
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_priority_with_empty_steps_is_vllms(kind):
+    def with_empty_steps(work):
+        return plans.plans_of(work, plans.PRIORITY_OF_VLLM)
+
+    assert not plans.different(of(kind), "priority", with_empty_steps)
+
+
+A_PAGE_IN_TIME = {   # B's prompt holds what A is answering: page 1 can be found in step 2
+    "max_batch": 2, "token_budget": 8, "pages": 20, "page_size": 1, "kind": "by hand", "requests": [
+        {"name": "A", "prompt": [1], "answer": [2, 3, 4], "arrival": 0, "priority": 0},
+        {"name": "B", "prompt": [1, 2, 9], "answer": [5], "arrival": 2, "priority": 0}]}
+
+
+@pytest.mark.parametrize("mode", ["fcfs", "ahead"])
+def test_a_page_is_found_in_the_step_after_its_last_token_has_landed(mode):
+    assert plans.OURS[mode](A_PAGE_IN_TIME)[2] == [2, {"A": 1, "B": 1}]
+
+
+# --- not equal ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", plans.OURS)
+def test_no_workload_is_excused(mode, monkeypatch, capsys):
+    """Wherever a plan differs otherwise than by vLLM's empty step, the command fails."""
+    works = deepcopy(of("returns", 12))
+    for work in works:
+        work["plans"][mode][-1][1] = {"r0": 99}
+    monkeypatch.setattr(plans, "recorded", lambda: (VERSION, works))
+    assert runner.main(["plans"]) == 1
+    said = capsys.readouterr().out
+    assert f"{mode}: 12 differ, and nothing explains it" in said
+    assert "vLLM's [[" in said and "{'r0': 99}]]" in said
+    assert any(not plan for work in works for _, plan in work["plans"]["priority"])
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_each_rule_makes_a_difference_which_is_named(rule):
-    works = of("twins")[:45]
-    without = [plans.plans_of(work, rule) for work in works]
-    assert without != [work["plans"] for work in works]
-    said = plans.likeness(without, works)
-    assert said == f"45 of its plans are those of ours with {rule.__doc__}"
+    works = of("conversations", 60)
+    differ = plans.different(works, "fcfs", lambda work: plans.plans_of(work, rule))
+    assert differ
+    said = plans.likeness(works, differ)
+    assert said == f"{len(differ)} of these {len(differ)} are those of ours with {rule.__doc__}"
 
 
 def test_what_differs_is_told_in_full():
     """An edited scheduler loses some twin, at a step that preempts."""
+    works = of("twins", 100)
     with broken("admits in a step that preempts", show=False):
-        lost = [(work["plans"], mine) for work in of("twins")[:60]
-                if (mine := plans.plans_of(work, PrefixScheduler)) != work["plans"]]
+        lost = plans.different(works, "fcfs", plans.OURS["fcfs"])
     assert lost
-    for theirs, mine in lost:
-        i = plans.first_difference(mine, theirs)
-        assert mine[:i] == theirs[:i] and mine[i][1].items() > theirs[i][1].items()
+    for number, ours in lost:
+        theirs = works[number]["plans"]["fcfs"]
+        i = plans.first_difference(ours, theirs)
+        assert ours[:i] == theirs[:i] and ours[i][1].items() > theirs[i][1].items()
 
 
-def test_the_command_compares_another_scheduler(capsys, monkeypatch):
-    monkeypatch.setattr(plans, "recorded", lambda: (VERSION, of("mixed")[:9] + of("twins")[:9]))
+WITHOUT = {   # a rule as docs/vllm.md ends it, the mode, and what makes our plans without it
+    **{sentence: ("fcfs", partial(plans.plans_of, scheduler_class=rule)) for rule, sentence in {
+        WholePrompts: "chunk by chunk*",
+        FoundAfterThePass: "that fills it is planned*",
+        LeastRecentlyUsed: "are taken first*",
+        OnePageAHash: "can still be found"}.items()},
+    "no request is admitted*": ("fcfs", broken("admits in a step that preempts", show=False)(
+        plans.OURS["fcfs"])),
+    "its full pages can be found*": ("ahead", patch.object(ahead, "cache_pages", lambda *_: None)(
+        plans.OURS["ahead"])),
+    "found in the next plan*": ("ahead", patch.object(ahead, "naming_late", lambda kind: kind)(
+        plans.OURS["ahead"]))}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rule", WITHOUT)
+def test_vllm_md_counts_what_each_rule_changes(rule):
+    """In brackets behind a rule: how many of the recorded plans differ without it."""
+    text = " ".join((ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").split())
+    written = text.split(f"{rule} (")[1].split(")")[0]
+    assert written == f"{len(plans.different(WORKS, *WITHOUT[rule])):,}"
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+@pytest.fixture
+def few(monkeypatch):
+    works = of("mixed", 9) + of("twins", 9)
+    monkeypatch.setattr(plans, "recorded", lambda: (VERSION, works))
+    return works
+
+
+def test_the_command_says_how_many_are_equal(few, capsys):
     assert runner.main(["plans"]) == 0
-    assert "twins: equal to vLLM 0.32.0 in 9 of 9 workloads" in capsys.readouterr().out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["fcfs", "priority", "ahead", "passes"] in lines
+    passes = sum(len(each) for work in few for each in work["plans"].values())
+    assert ["all", "18/18", "18/18", "18/18", f"{passes:,}"] in lines
+
+
+def test_the_command_compares_another_scheduler(few, capsys):
     assert runner.main(["plans", "--scheduler", "generate_prefix:PrefixScheduler"]) == 0
-    capsys.readouterr()
-    assert runner.main(["plans", "--scheduler", "lab.experiments.plans:FoundAfterThePass"]) == 1
+    assert "18 of 18 plans are equal to vLLM 0.32.0's" in capsys.readouterr().out
+    rule = "lab.experiments.plan_rules:FoundAfterThePass"
+    assert runner.main(["plans", "--scheduler", rule]) == 1
     said = capsys.readouterr().out
-    assert "9 of its plans are those of ours with pages that can be found after the pass" in said
-    assert "workload 7, pass 5: [[5, {" in said and "}]], vLLM's [[5, {" in said
+    assert "are those of ours with pages that can be found after the pass" in said
+    assert "fcfs, workload " in said and "}]], vLLM's [[" in said
+
+
+class Failing(PrefixScheduler):
+    def update(self, plan, tokens):
+        raise KeyError("no such page")
+
+
+def test_what_another_scheduler_raises_is_a_difference(few, capsys):
+    assert runner.main(["plans", "--scheduler", "test_plans:Failing"]) == 1
+    said = capsys.readouterr().out
+    assert "0 of 18 plans" in said
+    assert "workload 0 (mixed): raises KeyError: 'no such page' (test_plans.py" in said
 
 
 @pytest.mark.parametrize("flags, said", [
     (["--scheduler", "no_such:Thing"], "--scheduler no_such:Thing: .. use MODULE:CLASS"),
     (["--scheduler", "scheduler:Nobody"], "--scheduler scheduler:Nobody: .. use MODULE:CLASS"),
     (["--scheduler", "scheduler"], "--scheduler scheduler: .. use MODULE:CLASS"),
+    (["--scheduler", "os:path"], "--scheduler os:path: it is no class; use MODULE:CLASS"),
+    (["--scheduler", "scheduler:Scheduler"], "--scheduler scheduler:Scheduler: .. it is called "
+     "with max_batch, token_budget, pages, page_size"),
+    (["--scheduler", "types:SimpleNamespace"], "--scheduler types:SimpleNamespace: "),
+    (["--scheduler", "paging:PagePool"], "--scheduler paging:PagePool: "),
+    (["--scheduler", "builtins:print"], "--scheduler builtins:print: it has no method add"),
+    (["--keep"], "--keep needs --vllm PYTHON: without it, nothing is recorded"),
+    (["--seed", "0"], "--seed needs --vllm PYTHON"),
     (["--vllm", "no/python"], "--vllm no/python: No such file"),
     (["--vllm", "false", "--number", "1"], "--vllm false: it said nothing"),
-    (["--number", "0"], "--number")])
+    (["--vllm", "true", "--number", "1"], "--vllm true: it has printed no plans"),
+    (["--vllm", "echo", "--number", "1"], "--vllm echo: it has printed no plans"),
+    (["--vllm", sys.executable, "--number", "1"], f"--vllm {sys.executable}: ModuleNotFoundError"),
+    (["--vllm", "python", "--number", "0"], "--number")])
 def test_what_cannot_be_compared_is_refused_in_one_line(flags, said):
     refused(said, runner.main, ["plans", *flags])
+
+
+def test_a_python_without_vllm_is_no_fault_of_ours():
+    done = subprocess.run([sys.executable, plans.RECORDER], input="", capture_output=True,
+                          text=True)
+    assert done.returncode and "No module named 'vllm'" in done.stderr

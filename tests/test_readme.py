@@ -19,12 +19,12 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 import generate_prefix
-import scheduler
 from lab.checks.check import run
 from lab.experiments import __main__ as runner
-from lab.experiments import bench, motion, pictures, plans, results, stages
+from lab.experiments import bench, motion, pictures, results, stages
 from lab.experiments.memory import storm
 from lab.loading.load import load
+from lab.loading.recorded import recorded
 from lab.loading.stages import STAGES
 from lab.views import stage_table
 
@@ -96,17 +96,19 @@ def test_sizes_and_workloads_are_counted():
     """Of the path in README; of the recorded plans in README and docs/vllm.md."""
     path = [*ROOT.glob("*.py")]
     lines = {file.name: len(file.read_text(encoding="utf-8").splitlines()) for file in path}
-    _, works = plans.recorded()
-    passes = [len(work["plans"]) for work in works if work["policy"] == "fcfs"]
+    _, works = recorded()
+    passes = {mode: sum(len(work["plans"][mode]) for work in works)
+              for mode in ("fcfs", "ahead", "priority")}
     readme, vllm = ((ROOT / page).read_text(encoding="utf-8")
                     for page in ("README.md", "docs/vllm.md"))
     assert f"{len(path)} files, {sum(lines.values()):,} lines" in readme
     assert readme.count(f"| {sum(lines.values()):,} |") == 1 and readme.count("\n") <= 75
     last = sum(lines[name] for name in ("scheduler.py", "paging.py", "generate_prefix.py"))
     assert f"{round(last, -2)} lines" in readme and f"{round(last, -2)} lines" in vllm
-    for page in readme, vllm, scheduler.__doc__, generate_prefix.__doc__:
-        assert f"{len(passes)} of {len(passes)}" in " ".join(page.split())
-    assert f"recorded workloads, {sum(passes):,} passes" in " ".join(vllm.split())
+    for page in readme, vllm, generate_prefix.__doc__:
+        assert f"{len(works):,} of {len(works):,}" in " ".join(page.split())
+    for number in passes.values():
+        assert f"{number:,} passes" in " ".join(vllm.split())
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ TABLES = {   # a table's name in a page: what makes it, a Table or several, and 
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu stages": (gpu.table, "gpu"),
     "gpu real": (gpu.real_table, "gpu"),
+    "gpu published": (gpu.published_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu")}
 
 

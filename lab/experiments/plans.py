@@ -1,318 +1,369 @@
 """
 Plans beside those of vLLM's own scheduler: which requests compute how many tokens in which step.
 
-vLLM's scheduler runs without a model (vllm_plans.py). Handed the same workloads, this repository's
-schedulers must make the same plans, pass by pass. docs/vllm.md says what is compared, and what not.
+vLLM's scheduler runs without a model (vllm_plans.py). Handed the same workloads
+(plan_workloads.py), this repository's schedulers must make the same plans, pass by pass, in three
+modes:
+
+    fcfs        generate_prefix.py, PrefixScheduler    vLLM's Scheduler
+    priority    beyond/fairness.py, FairScheduler      the same, with its policy "priority"
+    ahead       beyond/ahead.py                        vLLM's AsyncScheduler, its default
+
+docs/vllm.md says what is compared, and what is not.
 """
 import gzip
 import importlib
 import json
-import random
 import re
 import subprocess
-from collections import Counter, deque
+from collections import deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 from beyond import ahead
 from beyond.fairness import FairScheduler
-from generate_prefix import PrefixPool, PrefixScheduler
+from generate_prefix import PrefixScheduler
 from lab import flags
+from lab.experiments.plan_rules import RULES
+from lab.experiments.plan_workloads import KINDS, workloads
 from lab.loading.recorded import RECORDED, recorded
-from lab.views.stage_table import NoModel
-from paging import PagedScheduler
-from request import Request, indices_due, prepare
+from lab.views.report import aligned
+from lab.views.stage_table import Known, NoModel
+from request import indices_due, prepare
 from toolbox.trace import observed
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "vllm.md"
 RECORDER = Path(__file__).parent / "vllm_plans.py"
-MODEL = SimpleNamespace(block_size=4096, vocab_size=1000)
+CONFIG = SimpleNamespace(block_size=4096, vocab_size=1000)   # of the model that does not run
 TOO_MANY = 20_000   # steps
+NUMBER, SEED = 100, 0   # what is recorded: so many workloads of each kind
 
 FLAGS = {
     "--vllm": dict(metavar="PYTHON", help="record anew, with this Python that has vLLM"),
-    "--number": dict(type=flags.whole, default=300, metavar="N",
-                     help="workloads of each kind to record"),
-    "--seed": dict(type=int, default=0, metavar="N", help="of the workloads"),
-    "--keep": dict(action="store_true", help="write what was recorded to results/"),
+    "--number": dict(type=flags.whole, metavar="N",
+                     help=f"with --vllm: workloads of each kind (default: {NUMBER})"),
+    "--seed": dict(type=int, metavar="N",
+                   help=f"with --vllm: of the workloads (default: {SEED})"),
+    "--keep": dict(action="store_true",
+                   help="with --vllm: write what was recorded to results/"),
     "--scheduler": dict(metavar="MODULE:CLASS", help="compare another scheduler (docs/vllm.md)")}
 
 
-# --- workloads ------------------------------------------------------------------------------------
-
-def mixed(stream):
-    """Common beginnings, arrivals; half are short of memory."""
-    size = stream.choice([4, 8, 16])
-    beginnings = [tokens(stream, stream.randint(8, 60)) for _ in range(2)]
-    requests = [
-        dict(prompt=(stream.choice(beginnings) if stream.random() < 0.5 else [])
-             + tokens(stream, stream.randint(1, 80)),
-             answer=tokens(stream, stream.randint(1, 40)),
-             arrival=stream.choice([0, 0, stream.randint(0, 30)]))
-        for _ in range(stream.randint(2, 14))]
-    return dict(max_batch=stream.randint(2, 8), token_budget=stream.choice([16, 32, 64, 256]),
-                page_size=size, pages=stream.choice([least_pages(requests, size)
-                                                     + stream.randint(1, 6), 400]),
-                requests=requests)
-
-
-def twins(stream):
-    """Equal prompts and equal answers, few tokens, small budgets, little memory: the hardest."""
-    size = stream.choice([1, 2, 4, 8])
-    kinds, most = [], stream.choice([1, 2, 99])
-    for _ in range(stream.randint(1, 3)):
-        kinds.append((tokens(stream, stream.randint(1, 30), most),
-                      tokens(stream, stream.randint(1, 30), most)))
-    requests = []
-    for _ in range(stream.randint(2, 10)):
-        prompt, answer = stream.choice(kinds)
-        if stream.random() < 0.3:
-            prompt = prompt[:stream.randint(1, len(prompt))]
-        requests.append(dict(prompt=prompt, answer=answer[:stream.randint(1, len(answer))],
-                             arrival=stream.choice([0, 0, stream.randint(0, 20)])))
-    budget = stream.choice([1, 2, 3, 5, 8, 16, 64])
-    more = stream.choice([0, 0, 1, 2, stream.randint(0, 12), 400])
-    return dict(max_batch=stream.randint(1, min(8, budget)), token_budget=budget, page_size=size,
-                pages=least_pages(requests, size) + more, requests=requests)
-
-
-def tokens(stream, number, most=99):
-    return [stream.randint(1, most) for _ in range(number)]
-
-
-def least_pages(requests, page_size):
-    """What the largest request needs: with fewer, it would be refused."""
-    return max(-(-(len(each["prompt"]) + len(each["answer"]) - 1) // page_size)
-               for each in requests)
-
-
-KINDS = {   # what makes the requests; the policy, where "ahead" is vLLM's AsyncScheduler
-    "mixed": (mixed, "fcfs"), "twins": (twins, "fcfs"),
-    "mixed, priority": (mixed, "priority"), "twins, priority": (twins, "priority"),
-    "mixed, ahead": (mixed, "ahead"), "twins, ahead": (twins, "ahead")}
-FEWER = 5   # of priority and ahead, a fifth of the workloads
-
-
-def workloads(kind, number, seed):
-    make, policy = KINDS[kind]
-    stream = random.Random(f"{kind} {seed}")
-    for _ in range(number if policy == "fcfs" else -(-number // FEWER)):
-        work = dict(kind=kind, policy=policy, **make(stream))
-        for i, each in enumerate(work["requests"]):
-            each["name"] = f"r{i}"
-            if policy == "ahead":   # compared in a run of a model that always answers 0
-                each["answer"] = [0] * len(each["answer"])
-            if policy == "priority":
-                each["priority"] = stream.choice([0, 0, 1, 2])
-        yield work
-
-
-# --- plans ----------------------------------------------------------------------------------------
+# --- our plans ------------------------------------------------------------------------------------
 
 def as_requests(work):
-    return prepare([Request(each["prompt"], len(each["answer"]), name=each["name"],
-                            arrival=each["arrival"], priority=each.get("priority", 0))
-                    for each in work["requests"]], MODEL)
+    """The requests of a workload, in order of arrival. Each gets the answer that is known."""
+    requests = []
+    for asked in work["requests"]:
+        answer = asked["answer"]
+        requests.append(Known(
+            asked["prompt"],
+            asked.get("max_new_tokens", len(answer)),
+            eos_token=asked.get("stop"),
+            name=asked["name"],
+            priority=asked["priority"],
+            arrival=asked["arrival"],
+            answer=answer))
+    return prepare(requests, CONFIG)
 
 
-def plans_of(work, scheduler):
+def abort_those_who_gave_up(scheduler, requests, work, step):
+    """Ends those whose client has given up before this step. They leave queue and memory."""
+    abort_steps = {asked["name"]: asked.get("abort", TOO_MANY) for asked in work["requests"]}
+    for request in requests:
+        if abort_steps[request.name] <= step and not request.finished:
+            request.finish_reason = "abort"
+            if request in scheduler.waiting:
+                scheduler.waiting.remove(request)
+            scheduler.release()
+
+
+def as_plan(step, plan):
+    return [step, {request.name: n for request, n in plan}]
+
+
+def plans_of(work, scheduler_class):
     """
-    [[step, {request: number of tokens}], ...], as `scheduler`, a class like PrefixScheduler, plans.
-    Of it, add, schedule and update are called.
+    [[step, {request: number of tokens}], ...], as a class like PrefixScheduler plans. Of it, `add`,
+    `schedule` and `update` are called, and for a workload with aborts `waiting` and `release`.
     """
-    planner = scheduler(work["max_batch"], work["token_budget"], work["pages"], work["page_size"])
-    answers = {each["name"]: each["answer"] for each in work["requests"]}
-    coming, here, plans, step = deque(as_requests(work)), [], [], 0
+    scheduler = scheduler_class(work["max_batch"], work["token_budget"], work["pages"],
+                                work["page_size"])
+    coming = deque(as_requests(work))
+    here = []
+    plans = []
+    step = 0
     while coming or here:
-        step = step if here else max(step, coming[0].arrival)
+        if not here:
+            step = max(step, coming[0].arrival)
         while coming and coming[0].arrival <= step:
             here.append(coming.popleft())
-            planner.add(here[-1])
-        plan = planner.schedule(step)
-        plans.append([step, {request.name: n for request, n in plan}])
-        due = [plan[i][0] for i in indices_due(plan)]
-        planner.update(plan, [answers[each.name][len(each.generated)] for each in due])
+            scheduler.add(here[-1])
+        abort_those_who_gave_up(scheduler, here, work, step)
+        here = [request for request in here if not request.finished]
+        if not here:
+            continue
+        plan = scheduler.schedule(step)
+        plans.append(as_plan(step, plan))
+        scheduler.update(plan, [0 for _ in indices_due(plan)])   # a Known knows its token
         here = [request for request in here if not request.finished]
         step += 1
         if step > TOO_MANY:
-            raise ValueError(f"{scheduler} does not come to an end")
+            raise ValueError(f"{scheduler_class} does not come to an end")
     return plans
 
 
-def first_difference(mine, theirs):
+def plans_ahead(work):
+    """As plans_of, of beyond/ahead.py, whose `generate` runs on a model that computes nothing."""
+    requests = as_requests(work)
+    model = NoModel(CONFIG)
+    plans = []
+
+    class Aborting(PrefixScheduler):
+        def schedule(self, step):
+            abort_those_who_gave_up(self, requests, work, step)
+            return super().schedule(step)
+
+    def note(step, batch):
+        plans.append(as_plan(step, batch.plan))
+
+    with observed(model, note):
+        ahead.generate(model, requests, work["max_batch"], work["token_budget"], work["pages"],
+                       work["page_size"], Aborting)
+    return plans
+
+
+class EmptySteps(FairScheduler):
+    """As vLLM's: a request that preempts itself ends the step, even if nothing is planned."""
+    empty_steps = True
+
+
+PRIORITY = partial(FairScheduler, policy="priority", bound=TOO_MANY)
+PRIORITY_OF_VLLM = partial(EmptySteps, policy="priority", bound=TOO_MANY)
+
+OURS = {   # mode: what makes this repository's plans
+    "fcfs": partial(plans_of, scheduler_class=PrefixScheduler),
+    "priority": partial(plans_of, scheduler_class=PRIORITY),
+    "ahead": plans_ahead}
+
+
+# --- how they differ ------------------------------------------------------------------------------
+
+def different(works, mode, make_plans):
+    """[(number of the workload, our plans), ...] of those whose plans are not vLLM's."""
+    found = []
+    for number, work in enumerate(works):
+        plans = make_plans(work)
+        if plans != work["plans"][mode]:
+            found.append((number, plans))
+    return found
+
+
+def first_difference(ours, theirs):
     """The number of the first pass that differs; None if all are equal."""
-    for i, (a, b) in enumerate(zip(mine, theirs)):
-        if a != b:
+    for i, (our_pass, their_pass) in enumerate(zip(ours, theirs)):
+        if our_pass != their_pass:
             return i
-    return None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+    if len(ours) == len(theirs):
+        return None
+    return min(len(ours), len(theirs))
 
 
-# --- each rule of ours, switched off --------------------------------------------------------------
-
-class WholePrompts(PrefixScheduler):
-    """pages for a whole prompt at once, not chunk by chunk"""
-
-    def admit(self, request):
-        admitted = super().admit(request)
-        if admitted:
-            new = self.pool.needed(request.computed + request.todo) - len(request.block_table)
-            self.pool.allocate(request.block_table, new)
-        return admitted
-
-
-class FoundAfterThePass(PrefixScheduler):
-    """pages that can be found after the pass that fills them, not once it is planned"""
-
-    def make_room(self, request, n):
-        return PagedScheduler.make_room(self, request, n)
-
-    def update(self, plan, tokens):
-        for request, n in plan:
-            self.cache_filled(request, request.computed, request.computed + n)
-        super().update(plan, tokens)
+def faults_of(mode, works, differ):
+    """
+    The differences that nothing explains. One has an explanation, which is proved here: vLLM's
+    policy "priority" may plan an empty step, and ours goes on with the next request instead. With
+    an empty step allowed, the same workload's plans must be equal.
+    """
+    if mode != "priority":
+        return differ
+    faults = []
+    for number, plans in differ:
+        if plans_of(works[number], PRIORITY_OF_VLLM) != works[number]["plans"][mode]:
+            faults.append((number, plans))
+    return faults
 
 
-class LeastRecentlyUsed(PrefixScheduler):
-    """freed pages at the end of the queue, those that nobody can find like the others"""
-
-    def __init__(self, *limits):
-        super().__init__(*limits)
-        self.pool.free = self.free_pages
-
-    def free_pages(self, table):
-        PrefixPool.free(self.pool, table)
-        for page in reversed(table):
-            if page not in self.pool.hash_of and page in self.pool.free_queue:
-                self.pool.free_queue.move_to_end(page)
-
-
-class OnePageAHash(PrefixScheduler):
-    """one page for a hash, not several"""
-
-    def __init__(self, *limits):
-        super().__init__(*limits)
-        self.pool.cache = self.cache_page
-
-    def cache_page(self, page, name):
-        if name not in self.pool.cached:
-            PrefixPool.cache(self.pool, page, name)
-
-
-RULES = (WholePrompts, FoundAfterThePass, LeastRecentlyUsed, OnePageAHash)
+def told(works, mode, number, plans):
+    """A workload whose plans differ, in a line."""
+    work = works[number]
+    place = f"  {mode}, workload {number} ({work['kind']})"
+    if isinstance(plans, str):   # an error
+        return f"{place}: {plans}"
+    theirs = work["plans"][mode]
+    i = first_difference(plans, theirs)
+    return f"{place}, pass {i}: {plans[i:i + 1]}, vLLM's {theirs[i:i + 1]}"
 
 
 # --- the command ----------------------------------------------------------------------------------
 
-def record(python, kinds, number, seed):
-    """As `recorded`, made by vLLM now."""
-    made = [work for kind in kinds for work in workloads(kind, number, seed)]
-    try:
-        done = subprocess.run([python, RECORDER], capture_output=True, text=True, check=True,
-                              input="".join(json.dumps(work) + "\n" for work in made))
-    except OSError as error:
-        raise ValueError(f"--vllm {python}: {error.strerror}") from None
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ValueError(f"--vllm {python}: {last:.200}") from None
-    head, *plans = map(json.loads, done.stdout.splitlines())
-    for name in unknown_names(Path(head["path"])):
-        print(f"docs/vllm.md names {name}, which vLLM {head['vllm']} does not have")
-    return head["vllm"], [work | each for work, each in zip(made, plans, strict=True)]
-
-
-def unknown_names(vllm):
-    """Names in the table of docs/vllm.md that are not in that file of vLLM's folder."""
-    rows = [line.split("|")[2] for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
-            if line.startswith("| `")]
-    file = None   # "the same" is the one before
-    for part in "; ".join(rows).split("; "):
-        path, _, names = part.partition(": ")
-        file = file if "the same" in path else path.strip(" `")
-        text = (vllm / file).read_text(encoding="utf-8") if (vllm / file).exists() else ""
-        for name in re.findall(r"`(\w+)`", names):
-            if not re.search(rf"(def |class |self\.){name}\b", text):
-                yield f"{name} in {file}"
-
-
-def scheduler_named(text):
-    """The class of MODULE:CLASS."""
-    module, _, name = text.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--scheduler {text}: {error}; use MODULE:CLASS") from None
-
-
-SCHEDULERS = {"fcfs": PrefixScheduler,
-              "priority": partial(FairScheduler, policy="priority", bound=TOO_MANY)}
-
-
-def plans_ahead(work):
-    """As plans_of, of beyond/ahead.py."""
-    model, plans = NoModel(MODEL), []   # it answers 0
-    with observed(model, lambda step, batch: plans.append(
-            [step, {request.name: n for request, n in batch.plan}])):
-        ahead.generate(model, as_requests(work), work["max_batch"], work["token_budget"],
-                       work["pages"], work["page_size"])
-    return plans
-
-
-def plans_for(work):
-    """The plans that this repository makes for a recorded workload."""
-    policy = work["policy"]
-    return plans_ahead(work) if policy == "ahead" else plans_of(work, SCHEDULERS[policy])
-
-
-def excuse(work):
-    """Why the plans of a workload may differ from vLLM's: in a sentence; None if they may not."""
-    if work["in_flight"]:
-        return "a request is preempted while a token of it is in flight: vLLM lets others pass it"
-    if [step for step, plan in work["plans"] if not plan]:
-        return "the victim was the first request of the plan: vLLM computes nothing in that step"
-    return None
-
-
 def compare(args):
     """plans beside those of vLLM's own scheduler, pass by pass: recorded ones, or made anew"""
-    version, works = (record(args.vllm, KINDS, args.number, args.seed) if args.vllm
-                      else recorded())
-    if args.keep and args.vllm:
+    check_flags(args)
+    scheduler_class = args.scheduler and scheduler_named(args.scheduler)
+    if args.vllm:
+        number = NUMBER if args.number is None else args.number
+        seed = SEED if args.seed is None else args.seed
+        version, works = record(args.vllm, number, seed)
+    else:
+        version, works = recorded()
+    if args.keep:
         keep(version, works)
-    own = args.scheduler and partial(plans_of, scheduler=scheduler_named(args.scheduler))
+    if scheduler_class:
+        return compare_scheduler(version, works, scheduler_class)
+    return compare_ours(version, works)
+
+
+def check_flags(args):
+    """ValueError for a flag that would change nothing."""
+    if args.vllm:
+        return
+    for name in "number", "seed", "keep":
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise ValueError(f"--{name} needs --vllm PYTHON: without it, nothing is recorded")
+
+
+def compare_ours(version, works):
+    """Prints how many plans of each mode are equal. Returns 1 if a difference has no reason."""
+    differ = {mode: different(works, mode, make_plans) for mode, make_plans in OURS.items()}
+    print(f"workloads in which each plan is that of vLLM {version}\n")
+    print(aligned(table(works, differ)))
     status = 0
-    for kind in ["mixed", "twins"] if own else KINDS:
-        mine = [work for work in works if work["kind"] == kind]
-        found = [(own or plans_for)(work) for work in mine]
-        differ = [i for i, (plans, work) in enumerate(zip(found, mine)) if plans != work["plans"]]
-        passes = sum(len(work["plans"]) for work in mine)
-        print(f"{kind}: equal to vLLM {version} in {len(mine) - len(differ):,} of {len(mine):,} "
-              f"workloads, {passes:,} passes")
-        excuses = Counter(excuse(mine[i]) for i in differ)
-        for reason, number in excuses.items():
-            print(f"  {number} differ: {reason or 'nothing explains it'}")
-        if excuses[None]:
+    for mode, found in differ.items():
+        faults = faults_of(mode, works, found)
+        if len(faults) < len(found):
+            print(f"{mode}: {len(found) - len(faults)} differ because vLLM plans an empty step; "
+                  "where ours may, too, they are equal")
+        if faults:
             status = 1
-            i = next(i for i in differ if not excuse(mine[i]))
-            n = first_difference(found[i], mine[i]["plans"])
-            print(f"  workload {i}, pass {n}: {found[i][n:n + 1]}, "
-                  f"vLLM's {mine[i]['plans'][n:n + 1]}")
-            if own:
-                print(f"  {likeness(found, mine)}")
+            print(f"{mode}: {len(faults)} differ, and nothing explains it")
+            print(told(works, mode, *faults[0]))
     return status
 
 
-def likeness(found, works):
-    """Which of our rules these plans seem to lack: in a sentence."""
-    same = {rule: sum(plans == plans_of(work, rule) for plans, work in zip(found, works))
-            for rule in (PrefixScheduler, *RULES)}
-    best = max(RULES, key=same.get)
-    if same[best] <= same[PrefixScheduler]:
-        return "it is like none of the rules that are known to make a difference"
-    return f"{same[best]:,} of its plans are those of ours with {best.__doc__}"
+def table(works, differ):
+    """A row for each kind of workload: how many plans are equal in each mode, and all passes."""
+    rows = [["", *OURS, "passes"]]
+    for kind in [*KINDS, "all"]:
+        numbers = [i for i, work in enumerate(works) if kind == "all" or work["kind"] == kind]
+        row = [kind]
+        for found in differ.values():
+            lost = [number for number, _ in found if number in numbers]
+            row.append(f"{len(numbers) - len(lost):,}/{len(numbers):,}")
+        passes = sum(passes_in(works[i]) for i in numbers)
+        rows.append([*row, f"{passes:,}"])
+    return rows
+
+
+def passes_in(work):
+    return sum(len(plans) for plans in work["plans"].values())
 
 
 def keep(version, works):
     with gzip.GzipFile(RECORDED, "wb", mtime=0) as file:
         for line in [{"vllm": version}, *works]:
             file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+
+
+# --- another scheduler ----------------------------------------------------------------------------
+
+def scheduler_named(text):
+    """The class of MODULE:CLASS. ValueError if there is none, or if it cannot be compared."""
+    module, _, name = text.partition(":")
+    try:
+        scheduler_class = getattr(importlib.import_module(module), name)
+    except Exception as error:   # also of the module's own code
+        raise ValueError(f"--scheduler {text}: {error}; use MODULE:CLASS") from None
+    if not callable(scheduler_class):
+        raise ValueError(f"--scheduler {text}: it is no class; use MODULE:CLASS")
+    try:
+        scheduler = scheduler_class(8, 64, 100, 4)
+    except Exception as error:
+        raise ValueError(f"--scheduler {text}: {error}; it is called with max_batch, "
+                         "token_budget, pages, page_size") from None
+    missing = [each for each in ("add", "schedule", "update") if not hasattr(scheduler, each)]
+    if missing:
+        raise ValueError(f"--scheduler {text}: it has no method {missing[0]}")
+    return scheduler_class
+
+
+def compare_scheduler(version, works, scheduler_class):
+    """Prints how many of another scheduler's plans are equal. Returns 1 if one differs."""
+    works = [work for work in works if work["kind"] != "aborts"]   # it may not know how
+
+    def make_plans(work):
+        try:
+            return plans_of(work, scheduler_class)
+        except Exception as error:
+            return f"raises {type(error).__name__}: {error}{place_of(error)}"
+
+    differ = different(works, "fcfs", make_plans)
+    print(f"{len(works) - len(differ):,} of {len(works):,} plans are equal to vLLM {version}'s")
+    if not differ:
+        return 0
+    print(told(works, "fcfs", *differ[0]))
+    print(f"  {likeness(works, differ)}")
+    return 1
+
+
+def place_of(error):
+    """Where an error was raised: the innermost line of code."""
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    return f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+
+
+def likeness(works, differ):
+    """Which of our rules the plans that differ seem to lack: in a sentence."""
+    equal = {}
+    for rule in RULES:
+        equal[rule] = sum(plans == plans_of(works[number], rule) for number, plans in differ)
+    best = max(RULES, key=equal.get)
+    if not equal[best]:
+        return "it is like none of the rules that are known to make a difference"
+    return f"{equal[best]:,} of these {len(differ):,} are those of ours with {best.__doc__}"
+
+
+# --- recording ------------------------------------------------------------------------------------
+
+def record(python, number, seed):
+    """(vLLM's version, workloads with their `plans`), made by vLLM now."""
+    works = []
+    for kind in KINDS:
+        works += workloads(kind, number, seed)
+    text = "".join(json.dumps(work) + "\n" for work in works)
+    try:
+        done = subprocess.run([python, RECORDER], capture_output=True, text=True, check=True,
+                              input=text)
+    except OSError as error:
+        raise ValueError(f"--vllm {python}: {error.strerror}") from None
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ValueError(f"--vllm {python}: {last:.200}") from None
+    try:
+        head, *plans = [json.loads(line) for line in done.stdout.splitlines()]
+        recorded_works = [work | {"plans": made} for work, made in zip(works, plans, strict=True)]
+        version, path = head["vllm"], Path(head["path"])
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"--vllm {python}: it has printed no plans: is it a Python?") from None
+    for name in unknown_names(path):
+        print(f"docs/vllm.md names {name}, which vLLM {version} does not have")
+    return version, recorded_works
+
+
+def unknown_names(vllm):
+    """Names in the table of docs/vllm.md that are not in that file of vLLM's folder."""
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    cells = [line.split("|")[2] for line in lines if line.startswith("| `")]
+    file = None
+    for part in "; ".join(cells).split("; "):
+        path, _, names = part.partition(": ")
+        if "the same" not in path:   # as the one before
+            file = path.strip(" `")
+        text = (vllm / file).read_text(encoding="utf-8") if (vllm / file).exists() else ""
+        for name in re.findall(r"`(\w+)`", names):
+            if not re.search(rf"(def |class |self\.){name}\b", text):
+                yield f"{name} in {file}"
