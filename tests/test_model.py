@@ -106,7 +106,8 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
 def test_a_new_model_has_the_weights_that_gpt2_began_with(depth):
     """Two projections a layer go into the residual stream. They are smaller by the root of that."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=64, vocab_size=100, n_layer=depth, n_head=2, n_embd=64))
+    config = GPTConfig(block_size=64, vocab_size=100, n_layer=depth, n_head=2, n_embd=64)
+    model = GPT(config).requires_grad_(False)
     for name, p in model.named_parameters():
         if p.dim() == 2:
             expected = 0.02 / (2 * depth) ** 0.5 if "c_proj" in name else 0.02
