@@ -145,8 +145,22 @@ def test_pyproject_lists_what_the_requirements_list():
     assert sorted([*base, *grouped("test")]) == sorted(listed(ROOT / "tests/requirements.txt"))
 
 
-def test_the_version_is_the_same_everywhere():
-    version = PROJECT["project"]["version"]
-    said = re.search(r'^version: "(.+)"', (ROOT / "CITATION.cff").read_text("utf-8"), re.M)[1]
+def test_version_licence_and_authors_are_the_same_everywhere():
+    project = PROJECT["project"]
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
-    assert version == said == newest
+    assert project["version"] == re.search(r'^version: "(.+)"', citation, re.M)[1] == newest
+    assert project["license"] == re.search(r"^license: (.+)", citation, re.M)[1]
+    licence, = project["license-files"]
+    assert (ROOT / licence).read_text("utf-8").startswith(f"{project['license']} License")
+    assert [author["name"] for author in project["authors"]] == re.findall(
+        r'^  - name: "(.+)"', citation, re.M)
+    assert (ROOT / project["readme"]).is_file()
+
+
+def test_readme_names_the_versions_of_torch_that_the_requirements_allow():
+    requirement = next(line for line in listed(ROOT / "requirements.txt") if "torch" in line)
+    least, below = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", requirement).groups()
+    readme = (ROOT / "README.md").read_text("utf-8")
+    newest = re.search(r"pip install torch==2\.(\d+)\.0 ", readme)[1]
+    assert f"torch from 2.{least} to 2.{newest}" in readme and int(newest) == int(below) - 1

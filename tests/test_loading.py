@@ -194,7 +194,8 @@ def test_no_network_is_one_clear_line(monkeypatch):
             " .. exceeded with url", GPT.from_pretrained)
     refused("", "tokenizer 'gpt2': .. connect once .. ConnectionError", lambda _: tokenizer.gpt2())
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # it is not installed
-    refused("gpt2", "model 'gpt2': downloading failed .. huggingface_hub", GPT.from_pretrained)
+    refused("gpt2", "model 'gpt2': downloading needs a package: pip install huggingface_hub",
+            GPT.from_pretrained)
 
 
 # --- models: served as transformers serves them, or refused ---------------------------------------

@@ -106,10 +106,10 @@ def files_in(folder):
 
 def download(repository, kinds):
     """Downloads owner/name, once: its weights and its tokenizer. Returns the folder."""
-    failed = ("downloading failed; connect once, with huggingface_hub installed, or use a local "
-              "folder or the built-in model")
-    with one_line(failed, Exception):   # those of its HTTP client, whichever it is
+    with one_line("downloading needs a package: pip install huggingface_hub", ImportError):
         from huggingface_hub import hf_hub_download, snapshot_download
+    failed = "downloading failed; connect once, or use a local folder or the built-in model"
+    with one_line(failed, Exception):   # those of its HTTP client, whichever it is
         config = Path(hf_hub_download(repository, "config.json"))
     read_config(config, kinds)   # refused before its weights are here
     with one_line(failed, Exception):
