@@ -59,7 +59,7 @@ ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ 
 # ## Your turn: the time of a step
 #
 # The repository's simulator runs the stages' own schedulers, and calculates the time of each step
-# instead of computing it. ([docs/gpu.md](../docs/gpu.md) compares it with published measurements.)
+# instead of computing it. ([docs/gpu.md](../docs/gpu.md) compares it with real runs.)
 # What it knows of an A100, in the order in which you need it:
 #
 # 1. *Reading.* A GPU reaches 0.85 of the bandwidth in its data sheet. So the weights alone take
@@ -67,8 +67,7 @@ ask("6.2: 32 requests decode, each with 1,000 cached tokens. How many GB (10⁹ 
 # 2. *Arithmetic.* It reaches 0.71 of its peak. And it multiplies whole blocks of rows, of which the
 #    last is rarely full: a pass costs as if it had 85 rows more. So one row takes
 #    2 · (1 + 85) · 6.6 · 10⁹ operations / (0.71 · 312 · 10¹² a second) = 5.125 ms. (No data sheet
-#    has 85, 0.71 or 0.85. They were chosen so that the formula fits a part of the published
-#    measurements, and tested on the others.)
+#    has 85, 0.71 or 0.85. They were chosen so that the formula fits published measurements.)
 # 3. *Both at once.* If they overlapped perfectly, the step would take the longer of the two, 7.6
 #    ms; one after the other, their sum, 12.7 ms. What is measured lies between, near √(arithmetic²
 #    + reading²): √(5.125² + 7.616²) = 9.180 ms. Where one is much longer, it is nearly that alone.

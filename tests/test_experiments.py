@@ -18,7 +18,7 @@ from lab.experiments import bench, gpu, results, rows, stages, train
 from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
-from lab.simulate import published
+from lab.simulate import real_runs
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.weights import write_gpt2
@@ -197,9 +197,8 @@ def smaller(monkeypatch):
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))
         for request in workload(*arguments)[:4]])
     monkeypatch.setattr(gpu, "MACHINES", {"a100": "W1", "a100, W3": "W3"})
-    monkeypatch.setattr(published, "PREDICTED", [
-        {**run, "stages": [(5, 20)]} for run in published.PREDICTED])
-    monkeypatch.setattr(published, "RUNS", published.RUNS[:4])
+    monkeypatch.setattr(real_runs, "PREDICTED", [
+        {**run, "stages": [(5, 20)]} for run in real_runs.PREDICTED])
     monkeypatch.setattr(results, "in_turn", partial(results.in_turn, warm_up=0))
     monkeypatch.setattr(bench, "machine_peaks", lambda model: {"peak": 1e11, "bandwidth": 1e10})
 

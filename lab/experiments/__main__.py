@@ -42,7 +42,6 @@ TABLES = {   # a table's name in a page: what makes it, a Table or several, and 
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu stages": (gpu.table, "gpu"),
     "gpu real": (gpu.real_table, "gpu"),
-    "gpu published": (gpu.published_table, "gpu"),
     "gpu memory": (gpu.memory_table, "gpu")}
 
 

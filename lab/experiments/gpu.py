@@ -1,14 +1,12 @@
 """Every lesson about time on GPUs, calculated by lab/simulate: nothing here is measured."""
-import math
 import random
-import statistics
 from functools import partial
 
 from lab.experiments.bench import KNOBS, workload
 from lab.experiments.results import Table
 from lab.loading.arrivals import workload as requests_from
 from lab.loading.stages import STAGES
-from lab.simulate import published
+from lab.simulate import real_runs
 from lab.simulate.calculated import log_of, with_memory
 from lab.simulate.hardware import GPUS, MODELS
 from lab.views.report import figures
@@ -37,15 +35,24 @@ def fitting(model, number):
     {how: most requests that run at once} on an A100 40 GB, of `number` with prompts of 32 to 1,024
     tokens and answers of 16 to 512, most of them short.
     """
-    found = {"the longest answer for each": MODELS[model].room(GPUS["a100-40gb"]) // 1536}
+    longest = 1024 + 512
+    most = {"the longest answer for each": MODELS[model].room(GPUS["a100-40gb"]) // longest}
     for how, stage in (("own answer reserved", "ragged, varlen"), ("pages", "paged")):
-        stream = random.Random(0)
-        mixed = requests_from(
-            [(round(2 ** stream.uniform(5, 10)), round(2 ** stream.uniform(4, 9)))
-             for _ in range(number)])
-        log = served(stage, model, "a100-40gb", mixed, 1535, max_batch=400, token_budget=8192)
-        found[how] = max(log.passes)
-    return found
+        log = served(stage, model, "a100-40gb", mixed_lengths(number), longest - 1,
+                     max_batch=400, token_budget=8192)
+        most[how] = max(log.passes)
+    return most
+
+
+def mixed_lengths(number):
+    """Requests whose lengths are drawn evenly on a logarithmic scale: most are short."""
+    stream = random.Random(0)
+    lengths = []
+    for _ in range(number):
+        prompt = round(2 ** stream.uniform(5, 10))
+        answer = round(2 ** stream.uniform(4, 9))
+        lengths.append((prompt, answer))
+    return requests_from(lengths)
 
 
 def measure(args, device, dtype):
@@ -60,61 +67,36 @@ def measure(args, device, dtype):
         "stages": on_machines,
         "fitting": {model: fitting(model, 12 if quick else 400)
                     for model in ("llama-2-7b", "mistral-7b", "llama-3.1-8b")},
-        "real": [*published.real_table(published.compare_real(
-            published.PREDICTED[5:7] if quick else published.PREDICTED))],
-        "published": [*summary(published.compare(
-            ["ANL"] if quick else published.ABOUT["sources"]))]}
+        "real": [*real_runs.table(real_runs.compare(
+            real_runs.PREDICTED[5:7] if quick else real_runs.PREDICTED))]}
 
 
 # --- the tables of docs/gpu.md --------------------------------------------------------------------
 
-FIGURES = {"tokens_per_s": "throughput", "ttft_ms": "first token", "itl_ms": "between tokens"}
-GROUPS = (   # name, and who belongs to it
-    ("one GPU", lambda row: row["tp"] == 1), ("several GPUs", lambda row: row["tp"] > 1),
-    ("TensorRT-LLM", lambda row: row["engine"] == "tensorrt-llm"),
-    ("vLLM of 2023 and 2024", lambda row: row["engine"] == "vllm-2024"),
-    ("other engines", lambda row: row["engine"] not in ("tensorrt-llm", "vllm-2024")))
+calculated = partial(Table, how="calculated", small_print="calculated; {commands}")
 
 
-def summary(rows):
-    """A head, and a line for each group: errors on the tested runs, and last on the chosen."""
-    yield ["calculated against published", "runs", "median error", "90% within", "largest",
-           "on the chosen half"]
-    for figure, what in FIGURES.items():
-        for name, belongs in GROUPS if figure == "tokens_per_s" else GROUPS[:2]:
-            tested, chosen = (sorted(abs(row["error"]) for row in rows if row["half"] == half
-                                     and row["figure"] == figure and belongs(row))
-                              for half in ("tested", "chosen"))
-            if tested:
-                yield [f"{what}, {name}", len(tested), f"{statistics.median(tested):.0%}",
-                       f"{tested[math.ceil(0.9 * len(tested)) - 1]:.0%}", f"{tested[-1]:.0%}",
-                       f"{statistics.median(chosen):.0%} of {len(chosen)}" if chosen else "–"]
-
-
-made = partial(Table, how="calculated", small_print="calculated; {commands}")
-
-
-def table(found):
+def table(result):
     """All stages on each GPU."""
-    gpus = found["stages"]
+    gpus = result["stages"]
     head = ["tokens/s, llama-2-7b", *gpus, "a100: TTFT", "ITL p99", "W1: passes", "useful"]
-    return made(head, [
-        [stage, *(f"{stages[stage]['tokens_per_s']:,.0f}" for stages in gpus.values()),
-         f"{f['ttft_mean_ms']:,.0f} ms", f"{f['itl_p99_ms']:,.0f} ms",
-         f"{f['passes']:,}", f"{f['useful']:.0%}"] for stage, f in gpus["a100"].items()])
+    rows = []
+    for stage, on_a100 in gpus["a100"].items():
+        speeds = [f"{stages[stage]['tokens_per_s']:,.0f}" for stages in gpus.values()]
+        rows.append([stage, *speeds, f"{on_a100['ttft_mean_ms']:,.0f} ms",
+                     f"{on_a100['itl_p99_ms']:,.0f} ms", f"{on_a100['passes']:,}",
+                     f"{on_a100['useful']:.0%}"])
+    return calculated(head, rows)
 
 
-def memory_table(found):
-    head = ["requests at once, at most", *next(iter(found["fitting"].values()))]
-    return made(head, [[f"{model}, {MODELS[model].n_kv_head} key/value heads", *most.values()]
-                       for model, most in found["fitting"].items()])
+def memory_table(result):
+    fitting = result["fitting"]
+    head = ["requests at once, at most", *next(iter(fitting.values()))]
+    rows = [[f"{model}, {MODELS[model].n_kv_head} key/value heads", *most.values()]
+            for model, most in fitting.items()]
+    return calculated(head, rows)
 
 
-def published_table(found):
-    head, *rows = found["published"]
-    return made(head, rows)
-
-
-def real_table(found):
-    head, *rows = found["real"]
-    return made(head, rows)
+def real_table(result):
+    head, *rows = result["real"]
+    return calculated(head, rows)

@@ -11,16 +11,16 @@ from lab import flags
 from lab.flags import above_0, whole
 from lab.loading.arrivals import check_lengths, drawn, poisson
 from lab.loading.stages import SCRIPTS
+from lab.simulate import real_runs
 from lab.simulate.calculated import DEFAULTS, log_of, with_memory
 from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
-from lab.simulate.published import show_published, show_real
 from lab.views.report import aligned, figures
 
 COUNTS = "requests", "passes", "preemptions", "saved_tokens"
 WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
 
-def main(argv=None):
+def parser():
     p = flags.Parser(prog="python -m lab.simulate", description=__doc__.strip().splitlines()[0])
     add = p.add_argument
     add("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
@@ -42,43 +42,79 @@ def main(argv=None):
     one.add_argument("--rate", type=above_0, help="requests a second, at random")
     one.add_argument("--clients", type=whole,
                      help="number of clients; each waits for its answer")
-    one.add_argument("--published", action="store_true",
-                     help="only: figures that others published, and what this says of them")
     one.add_argument("--real", action="store_true", help="only: real runs, and what this and "
                      "other simulators say of them")
     flags.add_knobs(p, defaults={**DEFAULTS, "pages": "all that fit",
                                  "max_kv_tokens": "all that fit"})
-    return p.run(show, argv)
+    return p
+
+
+def main(argv=None):
+    return parser().run(show, argv)
 
 
 def show(args):
-    """Prints what a stage reaches on the GPU, or what is compared with others' figures."""
+    """Prints what a stage reaches on the GPU, or real runs beside what is calculated."""
     flags.check_path(args.json, "--json")
-    if args.published or args.real:
-        print(show_real() if args.real else show_published())
+    if args.real:
+        print(real_runs.show())
         return 0
+    result = calculate(args)
+    print(summary(args, result))
+    print(waits_of(result))
+    print(counts_of(args, result))
+    if args.json:
+        write_json(result, args.json)
+    return 0
+
+
+def calculate(args):
+    """The figures of a stage on the GPU. ValueError where the load or the memory does not fit."""
     gpu, shape = gpu_of(args.gpu), shape_of(args.model, args.dtype, args.tp)
     check_lengths(args.prefix + args.input[1], args.output[1], shape)
-    generate, longest = SCRIPTS[args.stage], args.prefix + args.input[1] + args.output[1] - 1
+    generate = SCRIPTS[args.stage]
+    longest = args.prefix + args.input[1] + args.output[1] - 1   # the last token is not computed
     knobs, ignored = with_memory(shape, gpu, generate, longest, flags.given_knobs(args))
     flags.say_ignored(args, ignored, "for this stage")
     requests = drawn(args.requests, args.seed, args.input, args.output, prefix=args.prefix)
-    times = [*poisson(args.requests, args.rate, args.seed)] if args.rate else None
-    f = figures(log_of(shape, gpu, generate, requests, times, args.clients or 0,
-                       ENGINES[args.engine], **knobs), args.ttft, args.itl)
-    print(f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, engine {args.engine}, "
-          f"calculated: {f['tokens_per_s']:,.0f} tokens/s, {f['requests_per_s']:,.2f} requests/s"
-          + (f", {f['goodput']:,.2f} of them within the limits" if args.ttft or args.itl else ""))
-    print(aligned([["ms", *f["ttft_ms"]], *([name, *(f"{value:,.1f}" for value in f[key].values())]
-                                            for name, key in WAITS.items())]))
-    print(", ".join(f"{f[name]:,} {name.replace('_', ' ')}" for name in COUNTS if f[name])
-          + ("" if args.rate or args.clients else ", all at once")
-          + (f", {f['useful']:.0%} of the slots useful" if f["useful"] else ""))
-    if args.json:   # JSON has no NaN: null
-        f = json.loads(json.dumps(f), parse_constant=lambda name: None)
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(f, file, indent=1)
-    return 0
+    times = None
+    if args.rate:
+        times = [*poisson(args.requests, args.rate, args.seed)]
+    log = log_of(shape, gpu, generate, requests, times, args.clients or 0, ENGINES[args.engine],
+                 **knobs)
+    return figures(log, args.ttft, args.itl)
+
+
+def summary(args, result):
+    text = (f"{args.model} on {args.tp} x {args.gpu}, {args.stage}, engine {args.engine}, "
+            f"calculated: {result['tokens_per_s']:,.0f} tokens/s, "
+            f"{result['requests_per_s']:,.2f} requests/s")
+    if args.ttft or args.itl:
+        text += f", {result['goodput']:,.2f} of them within the limits"
+    return text
+
+
+def waits_of(result):
+    rows = [["ms", *result["ttft_ms"]]]
+    for name, key in WAITS.items():
+        rows.append([name, *(f"{value:,.1f}" for value in result[key].values())])
+    return aligned(rows)
+
+
+def counts_of(args, result):
+    counts = [f"{result[name]:,} {name.replace('_', ' ')}" for name in COUNTS if result[name]]
+    if not args.rate and not args.clients:
+        counts.append("all at once")
+    if result["useful"]:
+        counts.append(f"{result['useful']:.0%} of the slots useful")
+    return ", ".join(counts)
+
+
+def write_json(result, path):
+    """JSON has no NaN: null."""
+    result = json.loads(json.dumps(result), parse_constant=lambda name: None)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(result, file, indent=1)
 
 
 if __name__ == "__main__":
