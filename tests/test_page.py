@@ -551,6 +551,7 @@ def test_a_damaged_link_says_what_is_lost(show):
             ("run=naive&beside=ragged&step=3", ""), ("stop=3", ""),
             ("run=nothing&step=-5", "run=nothing (unbatched is shown)"),
             ("run=naive&beside=two", "beside=two (none is shown)"),
+            ("nothing", "nothing"), ("stop=3&stpe=4", "stpe"),
             ("step=1e9&slot=9.9.9.9&stop=10", "stop=10")):
         assert shown.go_to(address).texts("#note") == [
             said and f"In this link, {said} could not be read."]
@@ -601,9 +602,19 @@ def test_requests_are_pasted_as_lengths_and_as_json(show):
             ('{"prompt": 30, "answer": 8}\n{"prompt": 4, "answer": 9, "arrival": 5}\n4 5',
              "own=30-8_4-9-5_4-5&", "3 requests."),
             ("{", "4-5&", "line 1 is not JSON"), ("", "4-5&", "1 to 40 requests"),
-            ("8 9\n0 5", "4-5&", "line 2: a prompt's tokens"), ("8", "4-5&", "line 1: two numbers"),
-            ('{"prompt": 4}', "4-5&", "line 1: an answer's tokens"),
-            ('{"prompt": 4, "answer": 5, "arrival": -5}', "4-5&", "line 1: an arrival in ms")):
+            ("8 9\n0 5", "4-5&", "line 2: a prompt's tokens"),
+            ("8", "4-5&", "line 1: two to four numbers"),
+            ('{"prompt": 4}', "4-5&", "line 1: “answer” is missing"),
+            ('{"prompt": 4, "answer": 5, "arrival": -5}', "4-5&", "line 1: an arrival in ms"),
+            # from a table: a head, an arrival, quotation marks, a fourth column
+            ('prompt,answer,arrival\n"30","8",5\n40;9;0', "own=30-8-5_40-9&", "2 requests."),
+            ('{"prompt": "30", "answer": 8, "shared": true}\n30 8 0 1', "own=30-8-0-1_30-8-0-1&",
+             "2 requests."),
+            ("prompt answer", "30-8-0-1&", "1 to 40 requests"),
+            ("30 many", "30-8-0-1&", "line 1: “many” is no number"),
+            ('{"prompt": 4, "answer": "few"}', "30-8-0-1&", "line 1: an answer's tokens must be a "
+             "whole number from 1 to 2,048, not few"),
+            ('{"prompt": 4, "max_tokens": 5}', "30-8-0-1&", "line 1: “max_tokens” is unknown")):
         shown.run("""if (!state.own) openOwn();
                      document.querySelector("textarea").value = arguments[0];""", text)
         shown.click(".paste button")
@@ -656,9 +667,9 @@ def test_two_timelines_fit_a_laptop_and_so_do_the_knobs(size, show):
         "node => node.getBoundingClientRect().bottom)"
     stop = shown.run(bottoms, ".panel")
     assert len(stop) == 2 and max(stop) < size[1], stop   # the first one, whole
-    shown.go_to(shown.run("return PRESETS.mixed") + "&beside=ragged")
-    own = shown.run(bottoms, "#lines, #other, #knobs, #more")
-    assert shown.run("return state.own.requests.length") == 8 and len(own) == 4
+    shown.go_to(shown.run("return PRESETS.mixed[0]") + "&beside=ragged")
+    own = shown.run(bottoms, "#lines, #other, #knobs, #more, #few, #looks")
+    assert shown.run("return state.own.requests.length") == 8 and len(own) == 6
     assert max(own) < shown.run("return $('transport').getBoundingClientRect().top"), own
 
 
@@ -730,9 +741,139 @@ def test_a_runs_lengths_become_own_requests_and_its_limit_binds_all_stages(show)
 
 def test_with_little_memory_no_stage_takes_more(show):
     shown = show()
-    scores = shown.run("navigate(PRESETS['little memory']); return ownScores()")
+    scores = shown.run("navigate(PRESETS['little memory'][0]); return ownScores()")
     assert all(score["memory"][0] <= score["memory"][1] == 512 for score in scores.values())
     assert {*sorted(scores, key=lambda stage: scores[stage]["speed"])[-2:]} == {*PAGED}
+
+
+def test_each_preset_shows_what_its_line_says(show):
+    """A lecturer's examples, in two actions each: open the editor, and press the button."""
+    shown = show()
+    shown.click("#mine")
+    seen = {}
+    for number, name in enumerate(shown.run("return Object.keys(PRESETS)")):
+        shown.click("#presets button", number)
+        seen[name] = [shown.run("return ownScores()"), shown.texts("#looks")[0]]
+
+    def said(name, *figures):
+        assert all(figure in seen[name][1] for figure in figures), seen[name][1]
+        return seen[name][0]
+
+    mixed = seen["mixed"][0]
+    assert mixed["naive"]["useful"] < 0.6 and mixed["ragged"]["useful"] == 1
+    said("mixed", f"{mixed['naive']['useful']:.0%}", "100%")
+    waits = [seen["a long prompt"][0][stage]["next"] for stage in ("dynamic", "chunked", "ragged")]
+    assert waits[0] > 2 * waits[1] > 3 * waits[2]   # the stall
+    said("a long prompt", *(f"{wait:.1f} ms" for wait in waits))
+    alike = seen["one system prompt"][0]
+    assert alike["prefix"]["first"] < alike["paged"]["first"] / 3
+    assert alike["prefix"]["at_once"] > alike["paged"]["at_once"]
+    said("one system prompt", *(f"{alike[stage]['first']:.1f} ms" for stage in PAGED))
+    little = seen["little memory"][0]
+    assert little["paged"]["at_once"] > 2 * little["ragged"]["at_once"]
+    assert little["paged"]["speed"] > 2 * little["ragged"]["speed"]
+    said("little memory", f"{little['paged']['speed']:.0f} tokens/s",
+         f"{little['ragged']['speed']:.0f} tokens/s")
+    shown.click("#more")
+    assert shown.texts("#looks") == [""]   # these are other requests
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (1366, 650)])
+def test_the_scoreboard_is_in_sight_while_a_bar_is_moved(size, show):
+    shown = show(OWN)
+    resize(shown.browser, *size)
+    sight = """return ["#few tr", "#lines canvas", ".row input"].flatMap(
+        selector => [...document.querySelectorAll(selector)]).every(node => {
+          const {top, bottom, right} = node.getBoundingClientRect();
+          return top >= 0 && right <= innerWidth
+            && bottom <= $("transport").getBoundingClientRect().top; })"""
+    assert shown.run(sight)
+    figures = "return [...document.querySelectorAll('#few td')].map(node => node.textContent)"
+    before = shown.run(figures)
+    shown.run("""const bar = document.querySelector(".row input");
+                 bar.value = bar.max; bar.dispatchEvent(new Event("input"))""")
+    shown.drawn()
+    after = shown.run(figures)
+    assert len(after) == 3 * len(SCRIPTS) and after != before
+    assert shown.run(sight)
+    few = [[cell for cell in row] for row in zip(*[iter(after)] * 3)]
+    whole = shown.run("""return [...document.querySelectorAll(".scores tr")].slice(1).map(
+        row => ["speed", "first", "next"].map(
+          key => row.querySelector(`[data-score=${key}]`).textContent))""")
+    assert few == whole   # of one computation
+    shown.click("#few button", 1)
+    assert "run=naive" in shown.address
+
+
+def test_a_refused_value_does_not_stay_in_its_field(show):
+    from selenium.webdriver.common.keys import Keys
+    shown = show(OWN)
+    shown.run("document.querySelectorAll('.row input')[1].select()")
+    shown.press("0", Keys.TAB)
+    assert shown.texts(".row [type=number]", "value")[0] == "24"
+    assert shown.texts("#note") == [
+        "A: prompt: a whole number from 1 to 8,192, please, not 0. It stays 24."]
+
+
+def test_back_brings_requests_back_that_a_foreign_address_replaced(show):
+    shown = show(OWN)
+    shown.click("#more")   # and at once somebody pastes another address
+    before = shown.address
+    shown.go_to("own=4-5")
+    assert shown.run("return state.own.requests.length") == 1
+    shown.back()
+    assert shown.run("return state.own.requests.length") == 5 and shown.address == before
+
+
+def test_many_tokens_are_computed_a_stage_at_a_time_and_the_page_says_so(show):
+    shown = show()
+    few, all_figures = shown.run("""
+        navigate(arguments[0]);
+        return ["#few td", ".scores .soft"].map(
+          selector => [...document.querySelectorAll(selector)].map(node => node.textContent));
+        """, "own=" + "_".join(["2000-300"] * 40) + "&memory=16384&run=paged")
+    assert all_figures == ["computing …"] * (len(SCRIPTS) - 1)   # those that are not shown
+    assert few.count("…") == 3 * len(all_figures)
+    shown.run("edit(own => { own.requests[0][0] = 1000; })")
+    shown.drawn()
+    assert shown.texts("#note") == ["Computing 40 requests with 12,000 tokens of answers …"]
+    whole = shown.run("""return new Promise(done => {
+        const look = () => document.querySelectorAll(".scores .soft").length || !$("few").innerText
+          || $("note").textContent ? setTimeout(look, 50) : done(ownScores());
+        setTimeout(look, 400); })""")
+    assert len(whole) == len(SCRIPTS)
+    assert shown.texts("#few td")[0] == f"{whole['unbatched']['speed']:,.0f}"
+    assert shown.texts("#note") == [""]
+
+
+def test_a_badge_lies_on_no_number(show):
+    """Of the axis: it is left out there."""
+    lies = show("run=dynamic&ms=100").run("""
+        const pen = views[0].panels.timeline.querySelector("canvas").getContext("2d");
+        const usual = pen.fillText, drawn = [];
+        pen.fillText = (text, x, y) => drawn.push([text, x, x + pen.measureText(text).width]);
+        const lies = [];
+        for (let tick = 0; tick < ticks.length; tick++) {
+          drawn.length = 0;
+          go(tick);
+          const {cursor, box} = views[0], badge = getComputedStyle(cursor, "::after");
+          const wide = parseFloat(badge.width) + 6, late = cursor.classList.contains("late");
+          const left = cursor.offsetLeft + 2, right = cursor.offsetLeft + cursor.offsetWidth - 2;
+          const [from, to] = late ? [right - wide, right] : [left, left + wide];
+          for (const [text, a, b] of drawn) {
+            if (text !== "slots" && a < to && b > from) lies.push([tick, text, a, b, from, to]);
+          }
+        }
+        pen.fillText = usual;
+        return lies;""")
+    assert lies == []
+
+
+def test_a_copy_that_is_published_says_where(show):
+    shown = show(OWN)
+    shown.run("document.querySelector('meta[name=published]').content = 'https://a.example/b/'")
+    shown.click("#copy")
+    assert shown.texts("#note") == ["https://a.example/b/" + shown.address]
 
 
 def test_a_link_with_a_title_and_a_step_can_be_copied_and_pasted(show):

@@ -26,23 +26,43 @@ const KNOBS = {   // title, values, default, what it means, vLLM's name for it
   common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin",
            ""]};
 const TITLE = 80;                        // letters
-const PRESETS = {   // as in an address
-  "mixed": "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200",
-  "a long prompt": "own=16-60_24-60_20-60_32-60_1024-20-100_20-30-150&token_budget=128",
-  "one system prompt": "own=220-30-0-1_232-24-0-1_212-36-40-1_240-20-80-1_224-28-120-1"
-    + "_60-30-160&common=192&memory=1024&run=prefix&beside=paged",
-  "little memory": "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512"
-    + "&max_new_tokens=128&run=paged&beside=ragged"};
+const PRESETS = {   // name: [an address, what to look at, in figures of the scoreboard]
+  "mixed": [
+    "own=24-40_60-24_12-60_120-30-40_36-16-80_200-24-120_16-48-160_48-32-200&run=naive",
+    ({naive, ragged}) => `Prompts and answers of all lengths. In naive ${share(naive)} of the slots `
+      + "are useful: the others are pads (grey) and finished rows (red). In ragged "
+      + `${share(ragged)} are.`],
+  "a long prompt": [
+    "own=16-60_24-60_20-60_32-60_1024-20-100_20-30-150&token_budget=128&memory=8192"
+      + "&run=dynamic&beside=ragged",
+    ({dynamic, chunked, ragged}) => "E has 1,024 tokens. In dynamic nobody gets a token for "
+      + `${ms(dynamic.next)} (red frames), in chunked for ${ms(chunked.next)}, in ragged for `
+      + `${ms(ragged.next)}: “worst gap” in the scoreboard.`],
+  "one system prompt": [
+    "own=220-30-0-1_232-24-0-1_212-36-40-1_240-20-80-1_224-28-120-1_60-30-160&common=192"
+      + "&memory=1024&run=prefix&beside=paged",
+    ({paged, prefix}) => "Five prompts begin with the same 192 tokens (≡). Prefix computes them "
+      + `once: a first token comes after ${ms(prefix.first)} at most, in paged after `
+      + `${ms(paged.first)}; and it runs ${prefix.at_once} requests at once, not ${paged.at_once}.`],
+  "little memory": [
+    "own=40-30_60-40_52-36_44-50_60-24_48-44_56-30_40-36&memory=512&max_new_tokens=128&run=paged"
+      + "&beside=ragged",
+    ({paged, ragged}) => `Memory for 512 tokens, and ragged reserves 128 for each answer: `
+      + `${ragged.at_once} requests at once, ${rounded(ragged.speed)} tokens/s. Paged gives pages `
+      + `as answers grow: ${paged.at_once} at once, ${rounded(paged.speed)} tokens/s.`]};
+const share = ({useful}) => `${Math.round(100 * useful)}%`;
 const MOST = 40;                         // requests
 const OF_A_FILE = "This page is a file on your computer, so only what follows its address is "
   + "copied. Others put it behind the address of their copy, or into its “paste requests”: ";
+const HEAVY = 5000;                      // tokens of answers, from which on computing is announced
 
 // --- the state -----------------------------------------------------------------------------------
 
 const planned = new Map();               // stage -> its run of state.own
 const rows = [], knobs = {};             // controls of each request; of each knob
-let mine = Object.values(PRESETS)[0];    // the address of the requests that were shown last
+let mine = PRESETS.mixed[0];             // the address of the requests that were shown last
 let soon = null;                         // the next frame, if it shall redraw
+let computing = null;                    // a timer: the next stage of the scoreboard
 
 const LIMITS = [["a prompt's tokens", 1, 8192], ["an answer's tokens", 1, 2048],
                 ["an arrival in ms", 0, 1e5]];
@@ -50,8 +70,16 @@ const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= m
 
 function setOwn(own) {
   state.own = own;
-  planned.clear();
+  forget();
 }
+
+function forget() {                      // what was computed of other requests
+  planned.clear();
+  clearTimeout(computing);
+}
+
+// How many tokens all answers have: what computing them takes.
+const answers = () => state.own.requests.reduce((sum, [, answer]) => sum + answer, 0);
 
 // The requests of an address; null if it has none; one, if none is right. lost: what cannot be read
 // is added to it.
@@ -130,9 +158,38 @@ function edit(what) {
 function redraw() {                      // at most once in a frame
   soon = null;
   if (!state.own) return;
-  planned.clear();
+  forget();
+  if (answers() <= HEAVY) return redrawNow();
+  // Many tokens take a while: first the page says so, and computes when the bar is let go.
+  note(`Computing ${plural(state.own.requests.length, "request")} with `
+       + `${plural(answers(), "token")} of answers …`, "soft");
+  computing = setTimeout(() => {
+    redrawNow();
+    note("");
+  }, 250);
+}
+
+function redrawNow() {
   setTicks(state.value);
   fill();
+}
+
+const scoreOf = stage => planned.has(stage) || answers() <= HEAVY ? figuresOf(ownRun(stage))
+  : undefined;
+
+// The figures that are there. Of many tokens the others follow, a stage at a time.
+function scoresSoFar() {
+  const scores = Object.fromEntries(Object.keys(LADDER).map(stage => [stage, scoreOf(stage)]));
+  const missing = Object.keys(LADDER).find(stage => scores[stage] === undefined);
+  clearTimeout(computing);
+  if (missing) {
+    computing = setTimeout(() => {
+      if (!state.own) return;
+      ownRun(missing);
+      drawScores();
+    }, 30);
+  }
+  return scores;
 }
 
 // --- controls ------------------------------------------------------------------------------------
@@ -145,8 +202,16 @@ function bar(name, kind, values, set, most = values.at(-1)) {
                                   ariaLabel: `${name}, as a number`});
   input.oninput = () => edit(() => set(values[input.value]));
   exact.oninput = () => exact.checkValidity() && edit(() => set(Number(exact.value)));
-  exact.onchange = () => exact.reportValidity();
+  exact.onchange = () => {               // a value that is refused does not stay in its field
+    if (exact.checkValidity()) return;
+    const refused = exact.value, [least, greatest] = [exact.min, exact.max].map(Number);
+    exact.value = shown;
+    note(`${name}: a whole number from ${number(least)} to ${number(greatest)}, please, not `
+         + `${refused || "nothing"}. It stays ${number(shown)}.`);
+  };
+  let shown = null;
   return {node: element("label", {className: "length " + kind}, input, exact), show(value) {
+    shown = value;
     input.value = Math.max(0, atMost(values, value) - 1);
     input.ariaValueText = number(value);
     input.style.setProperty("--share", input.value / (values.length - 1));
@@ -163,12 +228,12 @@ function row(r) {                        // a request's controls; r: its number
     onclick: () => edit(own => {
       own.requests[r][3] ^= 1;
       own.common ||= 64;
-    })}, "≡");
+    })}, "≡", element("small", {ariaHidden: "true"}, "alike"));
   const out = element("button", {
     className: "out", ariaLabel: `remove ${name}`, title: `remove ${name}`, onclick: () => {
       edit(own => own.requests.splice(r, 1));
       if (!state.own.requests[r]) $("rows").querySelectorAll(".out")[r - 1].focus();
-    }}, "×");
+    }}, "×", element("small", {ariaHidden: "true"}, "remove"));
   const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
   input.oninput = () => {
     state.held ??= views[0].end;         // while it is dragged, the axis stays
@@ -177,6 +242,8 @@ function row(r) {                        // a request's controls; r: its number
   input.onchange = () => edit(() => { state.held = null; });
   const output = element("output");
   const arrival = element("label", {className: "arrival"}, input, output);
+  prompt.node.prepend(element("small", {ariaHidden: "true"}, "prompt"));   // on a phone
+  answer.node.prepend(element("small", {ariaHidden: "true"}, "answer"));
   const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
                        prompt.node, answer.node, shares, out, arrival);
   node.setAttribute("role", "group");
@@ -193,20 +260,25 @@ function row(r) {                        // a request's controls; r: its number
 }
 
 function beginOwn() {
-  const preset = name => element("button", {onclick: () => navigate(PRESETS[name])}, name);
+  const preset = name => element("button", {onclick: () => navigate(PRESETS[name][0])}, name);
   const box = element("textarea", {rows: 4, ariaLabel: "requests", placeholder: [
-    "500 60", "40 120", '{"prompt": 300, "answer": 80, "arrival": 25}'].join("\n")});
+    "500 60", "40, 120, 25", '{"prompt": 300, "answer": 80, "arrival": 25, "shared": true}'
+  ].join("\n")});
   const said = element("span", {className: "soft", role: "status"});
   const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
-    soft("A line for each request: the lengths of its prompt and its answer, in tokens, or JSON, "
-         + "with its arrival in ms. Or a link, or the part of one from # on."), box,
+    soft("A line for each request: the lengths of its prompt and its answer, in tokens, and, if "
+         + "not 0, its arrival in ms and whether it begins like the others (1). Or JSON. Or a "
+         + "link, or the part of one from # on."), box,
     element("button", {onclick: () => {
       const [, link] = /^[^\s#]*#(\S+)$/.exec(box.value.trim()) ?? [];
       said.textContent = "";
       if (link) return navigate(link);
       try {
         const requests = parsed(box.value);
-        edit(own => Object.assign(own, {requests}));
+        edit(own => {
+          own.requests = requests;
+          if (requests.some(([, , , shares]) => shares)) own.common ||= 64;
+        });
         said.textContent = `${plural(requests.length, "request")}.`;
       } catch (error) {
         said.textContent = error.message;
@@ -215,14 +287,7 @@ function beginOwn() {
   const title = element("input", {
     id: "title", maxLength: TITLE, placeholder: "title of the link", ariaLabel: "title of the link",
     oninput: () => edit(own => { own.title = title.value; })});
-  const copy = element("button", {id: "copy", onclick: async () => {
-    const ofFile = location.protocol === "file:", page = location.href.split("#")[0];
-    const link = ofFile ? address() : page + address();
-    await navigator.clipboard?.writeText(link).catch(() => {});
-    if (ofFile) note(OF_A_FILE + link, "soft");
-    copy.textContent = "copied";
-    setTimeout(() => { copy.textContent = "copy link"; }, 1500);
-  }}, "copy link");
+  const copy = element("button", {id: "copy", onclick: () => copyLink(copy)}, "copy link");
   $("presets").append("Begin with:", ...Object.keys(PRESETS).map(preset), title, copy);
   $("pasting").append(paste);
   for (const [name, [title, values, , meaning, theirs]] of Object.entries(KNOBS)) {
@@ -234,39 +299,86 @@ function beginOwn() {
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
+// Whoever has published this page says where: pages.yml fills it in. A copy on a computer knows it.
+const published = () => document.querySelector("meta[name=published]").content;
+
+async function copyLink(button) {
+  const here = location.href.split("#")[0], ofFile = location.protocol === "file:";
+  const page = ofFile ? published() : here, link = page + address();
+  await navigator.clipboard?.writeText(link).catch(() => {});
+  if (ofFile) note((page ? "" : OF_A_FILE) + link, "soft");
+  button.textContent = "copied";
+  setTimeout(() => { button.textContent = "copy link"; }, 1500);
+}
+
 // Requests in lines. Error with a line that says what is wrong.
 function parsed(text) {
-  const lines = text.split("\n").map(line => line.trim()).filter(Boolean);
+  let lines = text.split("\n").map(line => line.trim()).filter(Boolean);
+  if (isHead(lines[0])) lines = lines.slice(1);
   if (!lines.length || lines.length > MOST) {
     throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
   }
   return lines.map((line, i) => {
-    const one = line.startsWith("{") ? fromJSON(line, i) : line.split(/[\s,]+/).map(Number);
-    if (one.length === 2) one.push(0);   // its arrival
-    else if (!line.startsWith("{")) throw Error(`line ${i + 1}: two numbers, not “${line}”`);
+    const one = line.startsWith("{") ? fromJSON(line, i) : fromWords(line, i);
     for (const [k, [what, least, most]] of LIMITS.entries()) {
       if (isLength(one[k], least, most)) continue;
       throw Error(`line ${i + 1}: ${what} must be a whole number from ${least} to ${number(most)}, `
                   + `not ${one[k]}`);
     }
-    return [...one, 0];
+    return [...one.slice(0, 3), one[3] ? 1 : 0];
   });
 }
 
+// The fields of a line, without the quotation marks around them.
+const fields = line => line.split(/[\s,;]+/).map(field => field.replace(/^["']|["']$/g, ""));
+const isNumber = field => field !== "" && Number.isFinite(Number(field));
+
+function isHead(line) {                  // of a table: names, and no number
+  return Boolean(line) && !line.startsWith("{") && !fields(line).some(isNumber)
+    && fields(line).length > 1;
+}
+
+function fromWords(line, i) {            // prompt, answer, arrival, whether it begins like others
+  const words = fields(line).filter(field => field !== ""), odd = words.find(
+    word => !isNumber(word));
+  if (odd !== undefined) throw Error(`line ${i + 1}: “${odd}” is no number`);
+  if (words.length < 2 || words.length > 4) {
+    throw Error(`line ${i + 1}: two to four numbers, not “${line}”`);
+  }
+  const [prompt, answer, arrival = 0, shared = 0] = words.map(Number);
+  return [prompt, answer, arrival, shared];
+}
+
+const NAMES = ["prompt", "answer", "arrival", "shared"];
+
 function fromJSON(line, i) {
+  let one;
   try {
-    const {prompt, answer, arrival = 0} = JSON.parse(line);
-    return [prompt, answer, arrival];
+    one = JSON.parse(line);
   } catch {
     throw Error(`line ${i + 1} is not JSON`);
   }
+  const unknown = Object.keys(one).find(name => !NAMES.includes(name));
+  if (unknown !== undefined) {
+    throw Error(`line ${i + 1}: “${unknown}” is unknown; there are ${NAMES.join(", ")}`);
+  }
+  for (const name of ["prompt", "answer"]) {
+    if (!(name in one)) throw Error(`line ${i + 1}: “${name}” is missing`);
+  }
+  const {prompt, answer, arrival = 0, shared = 0} = one;
+  return [...[prompt, answer, arrival].map(numberOf), Number(shared)];
 }
+
+// A number, also one in quotation marks; anything else stays, and is named in the error.
+const numberOf = value => typeof value === "string" && isNumber(value) ? Number(value) : value;
 
 // --- drawing -------------------------------------------------------------------------------------
 
 function rowHigh(number) {               // of a timeline, in pixels: of the first as its controls
   const rows = state.own.requests.length;
-  return innerWidth <= 760 ? Math.max(4, Math.min(14, Math.floor(130 / rows))) : number ? 11 : 24;
+  if (innerWidth <= 760) return Math.max(4, Math.min(14, Math.floor(130 / rows)));
+  if (number) return 11;
+  return isLow() ? 22 : 24;              // as .row in page.css
 }
 
 function drawOwn({wide}) {               // the controls show the state
@@ -283,16 +395,53 @@ function drawOwn({wide}) {               // the controls show the state
   if (document.activeElement !== $("title")) $("title").value = state.own.title ?? "";
 }
 
-function ownScores() {                   // {stage: its figures}
+function ownScores() {                   // {stage: its figures}, of all
   return Object.fromEntries(Object.keys(LADDER).map(stage => [stage, figuresOf(ownRun(stage))]));
 }
 
-function ownScoreboard() {
+function pickOwn(run) {                  // or twice the same
+  change(run === state.beside ? {run, beside: state.run} : {run});
+}
+
+function ownScoreboard(scores) {
   const marks = {[state.beside]: "beside it", [state.run]: "shown"};
-  return scoreboard(ownScores(), run => {
-    change(run === state.beside ? {run, beside: state.run} : {run});   // or twice the same
+  return scoreboard(scores, run => {
+    pickOwn(run);
     $("views").querySelector(".scores [aria-pressed=true]").focus();   // as it was
   }, marks);
+}
+
+// Its most asked figures, beside the timelines: in sight while a bar is moved.
+function fewScores(scores) {
+  const keys = ["speed", "first", "next"];
+  const heads = keys.map(key => element("th", {scope: "col", title: SCORES[key][2]},
+                                        SCORES[key][0].replace(", ms", "")));
+  const lines = Object.entries(scores).map(([name, score]) => {
+    const shown = [state.run, state.beside].includes(name);
+    const button = element("button", {ariaPressed: String(shown), onclick: () => {
+      pickOwn(name);
+      $("few").querySelectorAll("button")[Object.keys(LADDER).indexOf(name)].focus();
+    }}, name);
+    const cells = keys.map(key => element("td", {}, score ? SCORES[key][1](score[key])
+      : score === undefined ? "…" : "–"));
+    return element("tr", {}, element("th", {scope: "row"}, button), ...cells);
+  });
+  return element("table", {}, element("tr", {}, element("th", {scope: "col"}, "stage"), ...heads),
+                 ...lines);
+}
+
+function drawScores() {
+  const scores = scoresSoFar(), {score} = views[0].panels;
+  score?.replaceChildren(ownScoreboard(scores));
+  $("few").replaceChildren(fewScores(scores));
+  $("looks").textContent = lookAt(scores);
+}
+
+function lookAt(scores) {                // of the preset whose requests these are
+  const here = JSON.stringify(ownParts(state.own));
+  const [, words] = Object.values(PRESETS).find(([address]) => here === JSON.stringify(
+    ownParts(ownFrom(new URLSearchParams(address), [])))) ?? [];
+  return words && Object.values(scores).every(Boolean) ? words(scores) : "";
 }
 
 function sayOwn(view) {                  // the plan, and what waits for what

@@ -13,6 +13,7 @@ const $ = id => document.getElementById(id);
 
 // --- the state, and the address ------------------------------------------------------------------
 
+const ADDRESS = ["run", "beside", "step", "ms", "slot", "stop", "all", "theme"];
 const inScene = () => !state.own && state.stop !== null && !state.all;
 const asking = () => inScene() && Boolean(DATA.walk[state.stop].ask) && !answered.has(state.stop);
 const sceneOf = i => DATA.walk[i].ask && !answered.has(i) ? DATA.walk[i].ask.show
@@ -20,6 +21,8 @@ const sceneOf = i => DATA.walk[i].ask && !answered.has(i) ? DATA.walk[i].ask.sho
 const runNamed = name => state.own ? ownRun(name) : recorded(name);
 const shown = () => [state.run, state.beside].filter(Boolean).map(runNamed).map(prepare);
 const valueOf = step => state.clock === "step" ? step.step : step.end;
+
+const isLow = () => innerHeight < 760;   // a laptop's screen
 
 function setTicks(value) {
   const values = shown().flatMap(run => run.steps.map(valueOf));
@@ -50,6 +53,7 @@ function readAddress() {                 // and says which of it does not exist
   Object.assign(state, {stop: walk[stop] ? stop : null, all: parts.has("all"), slot: null});
   setOwn(ownFrom(parts, lost));
   written = JSON.stringify(state.own);
+  if (!state.own) lost.push(...[...parts.keys()].filter(name => !ADDRESS.includes(name)));
   const known = state.own ? Object.keys(LADDER) : names;
   const [run, beside = ""] = parts.has("run") || state.own
     ? [parts.get("run"), parts.get("beside")] : known;
@@ -156,7 +160,8 @@ function build() {                       // everything anew: other panels, anoth
   }
   fill();
   const list = $("walk").firstChild, marked = list.querySelector("[aria-current]");
-  if (marked) list.scrollLeft = marked.offsetLeft - 60;   // on a phone it scrolls sideways
+  // On a phone the list scrolls sideways, and its first button stays.
+  if (marked) list.scrollLeft = marked.offsetLeft - list.firstChild.offsetWidth - 8;
 }
 
 function framed(name, run, panel) {      // a panel's frame and title
@@ -179,8 +184,10 @@ function fill() {                        // the frames that are there, with the 
     view.bare = state.own && !view.number && innerWidth > 760;
     if (view.panels.timeline) drawTimeline(view);
   }
-  if (state.own) drawOwn(views[0]);
-  score?.replaceChildren(scoreboardNow());
+  if (state.own) {
+    drawOwn(views[0]);
+    drawScores();
+  } else score?.replaceChildren(scoreboardNow());
   if (change) drawChange(change, sceneOf(state.stop).step);
   drawLegend(views[0].panels);
   render();
@@ -216,7 +223,6 @@ function render() {                      // what depends on the moment
 }
 
 function scoreboardNow() {
-  if (state.own) return ownScoreboard();
   const [{run}] = views, {policy = "fcfs"} = run.knobs;
   if (!inScene()) {
     return scoreboard(run.would ??= wouldHave(run), null, {
@@ -228,6 +234,7 @@ function scoreboardNow() {
   return scoreboard(Object.fromEntries(scores), pick);
 }
 
+const OURS = {ours: true};               // marks our entries of the history
 let later = null, written = "";          // a timer; state.own, as the address has it
 
 function writeAddress() {                // not at every step: browsers refuse 100 in 30 seconds
@@ -238,15 +245,23 @@ function writeAddress() {                // not at every step: browsers refuse 1
 function saveAddress() {                 // a change of requests is an entry: Back takes it back
   clearTimeout(later);
   const own = JSON.stringify(state.own), news = own !== written;
-  history[news ? "pushState" : "replaceState"](null, "", address());
+  history[news ? "pushState" : "replaceState"](OURS, "", address());
   written = own;
+}
+
+function keepChange() {                  // an entry for it, before that of the address that came
+  const foreign = location.hash;
+  if (!state.own || JSON.stringify(state.own) === written || foreign === address()) return;
+  clearTimeout(later);
+  history.replaceState(OURS, "", address());
+  history.pushState(OURS, "", foreign || "#");
 }
 
 function navigate(to) {                  // to what an address says; Back leads to where one was
   play(false);
   saveAddress();
   if (state.own) mine = address().slice(1);
-  history.pushState(null, "", "#" + to);
+  history.pushState(OURS, "", "#" + to);
   readAddress();
 }
 
@@ -277,7 +292,8 @@ function drawControls() {
                     "nanoBatch explorer"].join(" · ");
   $("about").textContent = state.own?.title || about;
   $("about").className = state.own?.title ? "title" : "";
-  $("on").textContent = !on ? "guided walk" : walk[stop + 1] ? "next stop" : "your own requests";
+  $("on").textContent = !on ? "guided walk" : walk[stop + 1]
+    ? `next: ${stop + 2}/${walk.length}` : "your own requests";
 }
 
 function drawStop(on) {                  // its question, or its text
@@ -389,10 +405,10 @@ function begin() {
     + `${ms(1e3 * tile * row)}, and ${ms(1e5 * row)} for 100 slots. The time is the root of the `
     + `sum of both squares, and ${ms(1e3 * overhead)} of overhead.`;
   $("walk").querySelector("ol").append(element("li", {}, element(
-    "button", {id: "mine", onclick: openOwn}, "try your own requests")),
-    ...DATA.walk.length ? [element("li", {className: "soft"}, "or the walk:")] : [],
+    "button", {id: "mine", onclick: openOwn}, "try your own", element("span", {}, " requests"))),
+    ...DATA.walk.length ? [element("li", {className: "soft"}, "or walk:")] : [],
     ...DATA.walk.map(({title}, i) => element(
-      "li", {}, element("button", {onclick: () => visit(i)}, title))));
+      "li", {}, element("button", {onclick: () => visit(i)}, `${i + 1} ${title}`))));
   beginOwn();
   for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
   $("speed").onchange = () => timer && play(true);
@@ -422,12 +438,16 @@ function begin() {
   for (const type of ["pointerdown", "pointermove"]) {
     for (const node of [main, $("bench")]) node.addEventListener(type, seek);
   }
-  let wide = innerWidth;
+  let wide = innerWidth, low = isLow();
   addEventListener("resize", () => {
-    if (innerWidth !== wide) build();
-    wide = innerWidth;
+    if (innerWidth !== wide || isLow() !== low) build();
+    [wide, low] = [innerWidth, isLow()];
   });
-  addEventListener("popstate", () => { play(false); readAddress(); });
+  addEventListener("popstate", event => {
+    play(false);
+    if (!event.state) keepChange();      // a foreign address, not one of ours by Back
+    readAddress();
+  });
   addEventListener("hashchange", () => { if (location.hash !== address()) readAddress(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
   readAddress();

@@ -43,7 +43,7 @@ function verdicts({idea, knobs, place, check, xray}) {
 
 // The timeline: a row for each request and a column for each step, as in the repository's pictures.
 
-const BAND = 30, AXIS = 16;              // pixels: the slots of each step, and the numbers below
+const BAND = 24, AXIS = 16;              // pixels: the slots of each step, and the numbers below
 
 const INKS = ["prefill", "decode", "recomputed", "finished", "blank", "stripe", "ink", "soft",
               "waiting", "alarm"];
@@ -133,7 +133,10 @@ function drawTimeline(view) {
       : span(passes.step[pass], passes.step[pass] + 1)};
   requests.forEach((request, r) => drawRow(view, place, request, r));
   drawBand(view, place);
-  drawAxis(place, end, wide, run.base);
+  pen.fillStyle = ink.soft;
+  if (labels) pen.fillText("slots", 0, floor - BAND / 2);
+  view.drawAxis = covered => drawAxis(place, end, wide, run.base, covered);
+  view.drawAxis(null);
 }
 
 // How far the axis goes: steps, or milliseconds.
@@ -217,9 +220,10 @@ function drawBand({run, across}, {paint, high, thick, floor, acrossPass}) {   //
   }
 }
 
-function drawAxis({pen, x, ink, floor, labels}, end, wide, base = 0) {
+// covered: [from, to] in pixels, where the cursor's badge stands; no number lies there.
+function drawAxis({pen, x, ink, floor, labels}, end, wide, base = 0, covered = null) {
+  pen.clearRect(0, floor, wide, AXIS);
   pen.fillStyle = ink.soft;
-  if (labels) pen.fillText("slots", 0, floor - BAND / 2);
   pen.fillRect(labels, floor, wide - labels, 1);
   const least = 60 * end / (wide - labels);
   const power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
@@ -227,18 +231,25 @@ function drawAxis({pen, x, ink, floor, labels}, end, wide, base = 0) {
   for (let value = Math.ceil(base / unit) * unit - base, i = 0; value < end; value += unit, i++) {
     pen.fillRect(x(value), floor, 1, 4);
     const text = number(base + value) + (i ? "" : state.clock === "step" ? " steps" : " ms");
-    if (x(value) + 40 < wide) pen.fillText(text, x(value) + 3, floor + 10);
+    const from = x(value) + 3, to = from + pen.measureText(text).width;
+    const hidden = covered && from < covered[1] && to > covered[0];
+    if (to < wide && !hidden) pen.fillText(text, from, floor + 10);
   }
 }
 
-function moveCursor({run, now, cursor, across, wide}) {
+function moveCursor(view) {
+  const {run, now, cursor, across, wide} = view;
   cursor.hidden = !run.steps.length;
   if (cursor.hidden) return;
   cursor.dataset.step = `step ${now.step + (run.base ?? 0)}`;
   const step = run.steps[Math.max(now.k, 0)], [left, width] = across(step);
-  cursor.style.left = (now.passes.length ? left : left + width) - 2 + "px";
-  cursor.classList.toggle("late", left > wide / 2);
-  cursor.style.width = (now.passes.length ? width : 0) + 4 + "px";
+  const from = (now.passes.length ? left : left + width) - 2;
+  const over = (now.passes.length ? width : 0) + 4, late = left > wide / 2;
+  cursor.style.left = from + "px";
+  cursor.style.width = over + "px";
+  cursor.classList.toggle("late", late);
+  const badge = 10 + 6.5 * cursor.dataset.step.length;   // pixels, about
+  view.drawAxis(late ? [from + over - badge, from + over] : [from, from + badge]);
 }
 
 // The plan: the token budget as a bar. Decodes come first, then chunks of prompts.
@@ -726,7 +737,8 @@ function scoreboard(scores, pick, marked = {}) {
     const cells = score ? Object.entries(SCORES).map(([key, [, text]]) => element("td", {
       data: {score: key}, style: most[key] ? `--share: ${100 * score[key] / most[key]}%` : ""},
       ...[text(score[key])].flat()))
-      : [element("td", {colSpan: 7, className: "soft"}, "no request fits into its memory")];
+      : [element("td", {colSpan: 7, className: "soft"},
+                 score === undefined ? "computing …" : "no request fits into its memory")];
     const label = marked[name] ? element("small", {}, " " + marked[name]) : "";
     const title = pick ? element("button", {
       onclick: () => pick(name), ariaPressed: String(marked[name] === "shown")}, name) : name;
