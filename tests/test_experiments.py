@@ -191,7 +191,6 @@ def smaller(monkeypatch):
     """What quick runs measure, smaller still."""
     monkeypatch.setattr(stages, "twelve", lambda tokenizer: [
         Request([5] * n, 4, name=f"r{n}") for n in (9, 1, 3)])
-    monkeypatch.setattr(stages, "IDEAS", {name: "" for name in ("naive", "ragged")})
     workload = bench.workload
     monkeypatch.setattr(bench, "workload", lambda *arguments: [
         replace(request, max_new_tokens=min(request.max_new_tokens, 9))

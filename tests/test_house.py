@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from common import ROOT
+from test_stage_table import PROMISED
+
+from lab.experiments.stages import IDEAS
+from lab.loading.stages import SCRIPTS
 
 FLOORS = [   # from the ground up, as CONTRIBUTING.md draws them
     ["toolbox"],
@@ -156,6 +160,29 @@ def test_version_licence_and_authors_are_the_same_everywhere():
     assert [author["name"] for author in project["authors"]] == re.findall(
         r'^  - name: "(.+)"', citation, re.M)
     assert (ROOT / project["readme"]).is_file()
+
+
+def test_every_list_of_stages_has_them_all():
+    """Beside lab/loading/stages.py; CONTRIBUTING.md says what each list is for."""
+    explorer = ROOT / "lab/explorer"
+    knobs = re.search(r"const LADDER = \{(.+?)\};", (explorer / "runs.js").read_text("utf-8"), re.S)
+    twin = re.search(r"const STAGES = \{(.+?)\};",
+                     (explorer / "schedule.js").read_text("utf-8"), re.S)[1]
+    walk = tomllib.loads((explorer / "walk.toml").read_text("utf-8"))
+    lists = {
+        "lab/experiments/stages.py": [*IDEAS], "tests/test_stage_table.py": [*PROMISED],
+        "lab/explorer/runs.js": re.findall(r"(\w+): ", knobs[1]),
+        "lab/explorer/schedule.js": [name for name in SCRIPTS if re.search(rf"\b{name}[:,]", twin)],
+        "lab/explorer/walk.toml": [name for name in walk["scoreboard"]["rows"] if "," not in name]}
+    guide = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    for file, names in lists.items():
+        assert names == [*SCRIPTS] and f"`{file}`" in guide, file
+
+
+def test_contributing_names_the_tests_of_each_room():
+    guide = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = {*re.findall(r"`(\w+\.py)`", guide.split("## Which tests hold which room")[1])}
+    assert {path.name for path in (ROOT / "tests").glob("*.py")} <= named
 
 
 def test_readme_names_the_versions_of_torch_that_the_requirements_allow():

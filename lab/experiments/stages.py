@@ -12,7 +12,7 @@ from lab.experiments import results
 from lab.experiments.results import Table
 from lab.flags import limited
 from lab.loading.load import load, set_threads
-from lab.loading.stages import STAGES
+from lab.loading.stages import SCRIPTS, STAGES
 from lab.loading.workload import builtin_prompts, make_requests
 from lab.views import stage_table
 from request import Request
@@ -119,9 +119,9 @@ def ideas(result):
     columns, so that it fits a phone.
     """
     rows, at_once = [], {}
-    for number, (name, idea) in enumerate(IDEAS.items()):
+    for number, name in enumerate(SCRIPTS):
         passes, slots, _, gap, most = result["stage_table"][name]
-        stage = f"{number} [{name}](generate_{name}.py)<br>{idea}"
+        stage = f"{number} [{name}](generate_{name}.py)<br>{IDEAS[name]}"
         rows.append([stage, f"{passes:,}", f"{slots:,}", f"{gap:,}"])
         at_once.setdefault(most, []).append(name)
     together = "; ".join(f"{', '.join(names)} {most}" for most, names in at_once.items())
