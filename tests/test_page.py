@@ -7,7 +7,11 @@ CI they fail.
 """
 import json
 import math
+import os
 import re
+import shutil
+import subprocess
+import textwrap
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -16,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from browser import resize
-from common import STAGES, knobs_of, mixed, toy
+from common import ROOT, STAGES, knobs_of, mixed, toy
 
 from lab.checks.traps import broken
 from lab.explorer import build, page
@@ -24,6 +28,7 @@ from lab.explorer.recorder import record, take_times
 from lab.loading.load import load
 from lab.loading.stages import SCRIPTS
 from lab.simulate.calculated import simulate
+from lab.views.plots import COLORS
 from lab.views.report import latencies, mean, totals
 from request import Request
 
@@ -869,11 +874,60 @@ def test_a_badge_lies_on_no_number(show):
     assert lies == []
 
 
-def test_a_copy_that_is_published_says_where(show):
+def test_the_published_page_knows_its_address(show, tmp_path):
+    """The commands of the workflow that publishes it, run on a copy; and what it copies then."""
+    workflow = (ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8")
+    commands = [textwrap.dedent(block) for block in re.findall(
+        r"run: \|\n((?: {10}.*\n)+)", workflow)]
+    ask, fill = commands
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    address, output = "https://someone.github.io/nanoBatch/", tmp_path / "output"
+    for name, answer in ("off", "exit 1"), ("on", f"echo {address}"):
+        bin = tmp_path / name
+        bin.mkdir()
+        (bin / "gh").write_text(f"#!/bin/sh\n{answer}\n")
+        (bin / "gh").chmod(0o755)
+        output.write_text("")
+        shell = {"PATH": f"{bin}:{os.environ['PATH']}", "GITHUB_OUTPUT": output,
+                 "GITHUB_REPOSITORY": "someone/nanoBatch", "ADDRESS": address}
+        subprocess.run(["bash", "-e", "-c", ask], env=shell, cwd=tmp_path, check=True)
+        assert output.read_text() == f"address={address if name == 'on' else ''}\n"
+    assert workflow.count("if: steps.site.outputs.address") == workflow.count("- ") - 2
+    subprocess.run(["bash", "-e", "-c", fill], env=shell, cwd=tmp_path, check=True)
+    assert (tmp_path / "site" / "index.html").read_bytes() == (
+        tmp_path / "site" / "explorer.html").read_bytes()
     shown = show(OWN)
-    shown.run("document.querySelector('meta[name=published]').content = 'https://a.example/b/'")
+    shown.browser.get(f"{(tmp_path / 'site' / 'index.html').as_uri()}#{OWN}")
     shown.click("#copy")
-    assert shown.texts("#note") == ["https://a.example/b/" + shown.address]
+    assert shown.texts("#note") == [address + shown.address]
+
+
+def test_what_is_shown_can_be_saved_as_a_picture(show):
+    """For slides: without controls; also the page of a run. The browser draws it, as an image."""
+    drawn = """return drawPage().then(canvas => {
+        const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const colors = new Map();
+        for (let i = 0; i < data.length; i += 4) {
+          const color = [data[i], data[i + 1], data[i + 2]].join();
+          colors.set(color, (colors.get(color) ?? 0) + 1);
+        }
+        return [canvas.width / innerWidth, canvas.height, Object.fromEntries(colors),
+                canvas.toDataURL().slice(0, 15)]; })"""
+    decode = ",".join(str(int(COLORS["decode"][i:i + 2], 16)) for i in (1, 3, 5))
+    dark = {"22,24,27", "29,32,36"}
+    for address, traces in (("stop=0", None), (OWN + "&beside=ragged&theme=dark", None),
+                            ("theme=dark", {"dynamic": recorded("dynamic")})):
+        shown = show(address, traces)
+        ratio, high, colors, kind = shown.run(drawn)
+        assert ratio == 2 and high > 400 and kind == "data:image/png;"
+        assert colors[decode] > 5000   # the timeline is in it
+        assert (max(colors, key=colors.get) in dark) == ("dark" in address)
+    text = shown.run("return copyOf(document.body).innerText + drawingOf(9, 9)")
+    assert "Timeline" in text and 'id="transport"' not in text and "<button id=" not in text
+    saved = shown.run("""return new Promise(done => {
+        HTMLAnchorElement.prototype.click = function () { done([this.download, this.href]); };
+        $("picture").click(); })""")
+    assert saved[0].endswith(".png") and saved[1].startswith("data:image/png;base64,")
 
 
 def test_a_link_with_a_title_and_a_step_can_be_copied_and_pasted(show):

@@ -346,6 +346,82 @@ function turnTheme() {
   build();
 }
 
+// --- a picture of the page -----------------------------------------------------------------------
+
+const SHARP = 2;                         // pixels of the picture for one of the page
+// What a slide shows: no control, and no walk.
+const OFF_PICTURE = "#walk, #transport, #controls, #presets, #pasting, #own > p, header button, "
+  + "header details, #knobs, #more, #heads span + span + span, .row button, .arrival, .again, "
+  + ".choices, script, noscript";
+
+// Characters that a token may have, and no XML: controls, and half of a pair.
+const NOT_XML = /[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]|\p{Surrogate}/gu;
+
+function copyOf(node) {                  // with pictures in place of canvases, and of values
+  const copy = node.cloneNode(true), canvases = [...copy.querySelectorAll("canvas")];
+  node.querySelectorAll("canvas").forEach((canvas, i) => {
+    const {width, height} = canvas.getBoundingClientRect();
+    const style = `display: block; width: ${width}px; height: ${height}px`;
+    canvases[i].replaceWith(element("img", {src: canvas.toDataURL(), style}));
+  });
+  const inputs = [...copy.querySelectorAll("input")];
+  node.querySelectorAll("input").forEach((input, i) => {
+    inputs[i].setAttribute("value", input.value);
+  });
+  copy.querySelectorAll(OFF_PICTURE).forEach(part => part.remove());
+  return copy;
+}
+
+// The page as the text of an SVG, which holds its elements and its own style.
+function drawingOf(width, height) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const frame = document.createElementNS("http://www.w3.org/2000/svg", "foreignObject");
+  for (const node of [svg, frame]) {
+    node.setAttribute("width", width);
+    node.setAttribute("height", height);
+  }
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const theme = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
+  svg.style.colorScheme = theme;
+  svg.dataset.theme = theme;
+  const style = document.createElement("style");
+  style.textContent = document.querySelector("style").textContent;
+  frame.append(style, copyOf(document.body));
+  svg.append(frame);
+  const text = new XMLSerializer().serializeToString(svg);
+  return text.replace(NOT_XML, "\ufffd");
+}
+
+async function drawPage() {              // a canvas of what the page shows now
+  const width = innerWidth, image = new Image();
+  const probe = copyOf(document.body), holder = element("div", {style:
+    `position: absolute; left: 0; top: 0; width: ${document.body.clientWidth}px;`
+    + "visibility: hidden"}, ...probe.childNodes);
+  document.body.append(holder);          // how high is it without its controls?
+  const height = Math.ceil(holder.getBoundingClientRect().height) + 24;
+  holder.remove();
+  image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(drawingOf(width, height));
+  await image.decode();
+  const canvas = element("canvas", {width: SHARP * width, height: SHARP * height});
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = getComputedStyle(document.body).backgroundColor;
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.scale(SHARP, SHARP);
+  pen.drawImage(image, 0, 0);
+  return canvas;
+}
+
+async function savePicture() {
+  try {
+    const url = (await drawPage()).toDataURL("image/png");
+    element("a", {href: url, download: `${document.title.replace(/\W+/g, "-")}.png`}).click();
+  } catch {
+    note("This browser does not draw a page into a picture; take a screenshot.");
+  }
+}
+
+// --- keys and pointers ----------------------------------------------------------------------------
+
 const hold = name => { state.slot = name && state.slot !== name ? name : null; render(); };
 const KEYS = {
   ArrowLeft: far => go(state.tick - far), ArrowRight: far => go(state.tick + far),
@@ -413,6 +489,7 @@ function begin() {
   for (const id of ["run", "beside", "clock"]) $(id).onchange = () => change({[id]: $(id).value});
   $("speed").onchange = () => timer && play(true);
   $("theme").onclick = turnTheme;
+  $("picture").onclick = savePicture;
   const keys = {first: "Home", back: "ArrowLeft", play: " ", next: "ArrowRight", last: "End"};
   for (const [id, key] of Object.entries(keys)) $(id).onclick = () => KEYS[key](1);
   $("on").onclick = () => {
