@@ -39,6 +39,7 @@ TABLES = {   # a table's name in a page: what makes it, a Table or several, and 
     "gaps": (rows.gaps_table, "gaps"),
     "sharing": (memory.table, "memory"),
     "peers": (bench.peers_table, "peers"),
+    "machines": (bench.machines_table, "bench", "machines"),
     "bench": (lambda *found: [*map(bench.table, found)], "bench"),
     "gpu stages": (gpu.table, "gpu"),
     "gpu real": (gpu.real_table, "gpu"),

@@ -229,3 +229,52 @@ def peers_table(*found):
                  [[name, what_runs(name, found[0]),
                    *(f"{speed(result, name):,.0f}{spread(result, name)}" for result in found)]
                   for name in found[0]["systems"]], HOW, words=2)
+
+
+FASTEST = {"ragged": "ragged, varlen" + COMPILED, "paged": "paged" + COMPILED}
+
+
+def best_peer(result):
+    return max(speed(result, name) for name in result["systems"] if name not in OURS)
+
+
+def against_peers(result):
+    """
+    A workload in the form of results/machines.json: the compiled ragged and paged as multiples of
+    the best peer, and ragged as a share of the roofline.
+    """
+    ragged = speed(result, FASTEST["ragged"])
+    multiples = {stage: speed(result, name) / best_peer(result)
+                 for stage, name in FASTEST.items()}
+    return {**multiples, "tokens_per_second": ragged,
+            "of_roofline": ragged * result["roofline"] / result["tokens"]}
+
+
+def all_machines(found):
+    """
+    The committed benchmark, and those of other machines, in one form. found: the results of
+    "bench", one for each workload, then those of "machines", one for each machine.
+    """
+    here = [result for result in found if "systems" in result]
+    peaks, bandwidths = ([result[name] for result in here] for name in ("peak", "bandwidth"))
+    newest = {"measured": here[0]["measured"], "peak": median(peaks),
+              "bandwidth": median(bandwidths),
+              "workloads": {result["workload"]: against_peers(result) for result in here}}
+    return [newest, *(result for result in found if "systems" not in result)]
+
+
+def machines_table(*found):
+    """How much faster than the best peer the compiled step is, on each machine."""
+    rows = []
+    for machine in all_machines(found):
+        workloads = machine["workloads"].values()
+        measured = "not measured"
+        if machine["peak"]:
+            measured = f"{machine['peak'] / 1e9:.0f}, {machine['bandwidth'] / 1e9:.0f}"
+        shares = ", ".join(f"{100 * figures['of_roofline']:.0f}" for figures in workloads)
+        rows.append([f"{machine['measured']['machine']}; {machine['measured']['date']}", measured,
+                     *(f"{figures['ragged']:.2f}, {figures['paged']:.2f}" for figures in workloads),
+                     f"{shares}%"])
+    return Table(["machine", "GFLOP/s, GB/s", *WORKLOADS, "ragged, of the roofline"], rows, ROUNDS,
+                 words=2, small_print="compiled *ragged*, compiled *paged*, × the best peer's "
+                 "tokens/s; {how}; each with the code of its day")
