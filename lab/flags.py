@@ -74,10 +74,12 @@ def above_0(text):
 
 def bounds(text):
     """A flag's type: (low, high) of N or LOW:HIGH."""
-    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
-    if len(numbers) > 2 or not 0 < numbers[0] <= numbers[-1]:
+    parts = text.split(":")
+    numbers = [int(part) if part.isdecimal() else 0 for part in parts]   # 0 is refused
+    low, high = numbers[0], numbers[-1]
+    if len(parts) > 2 or not 0 < low <= high:
         raise argparse.ArgumentTypeError(f"{text}: use N or LOW:HIGH, whole numbers of at least 1")
-    return numbers[0], numbers[-1]
+    return low, high
 
 
 def add_knobs(parser, generate=None, defaults={}):
@@ -88,22 +90,23 @@ def add_knobs(parser, generate=None, defaults={}):
     """
     group = parser.add_argument_group("how to batch (changes when a token comes, never which)")
 
-    def add(flag, help, **settings):
-        knob = settings.get("dest", flag.removeprefix("--"))
-        shown = generate is None or not knobs_of(generate, {knob: "fcfs"})[1]
-        group.add_argument(flag, help=help if shown else argparse.SUPPRESS, **settings)
+    def add(knob, help, flag=None, **settings):
+        if generate is not None and not has_knob(generate, knob):
+            help = argparse.SUPPRESS
+        group.add_argument(flag or f"--{knob}", dest=knob, help=help, **settings)
 
     for name, text in NUMBERS.items():
         if name in defaults:
-            text = f"{text.split(' (default')[0]} (default: {defaults[name]})"
-        add(f"--{name}", text, type=whole, metavar="N")
-    add("--policy", "order of the queue: fcfs (default), sjf, priority", metavar="P",
+            meaning, _, _ = text.partition(" (default")
+            text = f"{meaning} (default: {defaults[name]})"
+        add(name, text, type=whole, metavar="N")
+    add("policy", "order of the queue: fcfs (default), sjf, priority", metavar="P",
         choices=("fcfs", "sjf", "priority"))
-    add("--pack", "batch: pack the prompts that were admitted (default); dataset: packing decides "
+    add("pack", "batch: pack the prompts that were admitted (default); dataset: packing decides "
         "which to admit", metavar="WHAT", choices=("batch", "dataset"))
-    add("--attention", "varlen (default) or mask: how requests are kept apart", metavar="HOW",
+    add("attention", "varlen (default) or mask: how requests are kept apart", metavar="HOW",
         choices=("varlen", "mask"))
-    add("--no_cache", "compute everything again for each token", dest="use_cache",
+    add("use_cache", "compute everything again for each token", flag="--no_cache",
         action="store_const", const=False)
 
 
@@ -132,16 +135,23 @@ def device_of(args, small=False):
 
     small: whether the model is, which "auto" leaves on the CPU (lab/loading/load.py)
     """
-    there = {"cuda": torch.cuda.is_available(), "cpu": True, "mps":
-             torch.backends.mps.is_available() and args.dtype != "float64"}
-    device = args.device
-    if device == "auto":
-        device = next(name for name in ("cuda", "mps", "cpu") if there[name] and not small or
-                      name == "cpu")
-    if not there[device]:
-        raise ValueError(f"--device {device}: there is none that computes in {args.dtype}; "
+    has_mps = torch.backends.mps.is_available() and args.dtype != "float64"
+    available = {"cuda": torch.cuda.is_available(), "mps": has_mps, "cpu": True}
+    if args.device == "auto":
+        return torch.device(fastest(available, small))
+    if not available[args.device]:
+        raise ValueError(f"--device {args.device}: there is none that computes in {args.dtype}; "
                          "use cpu or auto")
-    return torch.device(device)
+    return torch.device(args.device)
+
+
+def fastest(available, small):
+    """For a small model the CPU, whose calls cost least."""
+    if available["cuda"] and not small:
+        return "cuda"
+    if available["mps"] and not small:
+        return "mps"
+    return "cpu"
 
 
 def given_knobs(args):
@@ -164,6 +174,11 @@ def knobs_of(generate, knobs):
     return mine, others
 
 
+def has_knob(generate, knob):
+    _, others = knobs_of(generate, {knob: "fcfs"})   # a value that every knob may have here
+    return not others
+
+
 def limited(generate, given, context):
     """
     The knobs that a script gives to its stage: those that are `given`, and limits for the others.
@@ -182,14 +197,19 @@ def limited(generate, given, context):
 def script_defaults(generate=None):
     """What the help of a script says of these limits. None: of all stages together."""
     whole = f"for {ROOM} whole contexts"
-    bounded = generate is None or knobs_of(generate, {"max_kv_tokens": 1, "pages": 1})[0]
-    return LIMITS | {"max_kv_tokens": whole, "pages": whole,
-                     "max_batch": LIMITS["max_batch"] if bounded else ROOM}
+    limits = LIMITS | {"max_kv_tokens": whole, "pages": whole}
+    if generate is not None and not limits_memory(generate):
+        limits["max_batch"] = ROOM
+    return limits
+
+
+def limits_memory(generate):
+    return has_knob(generate, "max_kv_tokens") or has_knob(generate, "pages")
 
 
 def say_ignored(args, names, where):
     for name in names:
-        flag = name if getattr(args, name) is not False else f"no_{name.removeprefix('use_')}"
+        flag = "no_cache" if name == "use_cache" else name
         print(f"--{flag} has no meaning {where}: ignored")
 
 
@@ -225,11 +245,18 @@ def guarded(prog, work, speaks=True):
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:   # a full disk, say; or, without a word, `| head` has read enough
-        if not isinstance(error, BrokenPipeError):
-            print(f"{prog}: {error}", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:   # it is stdout: what is left of it cannot be written
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:   # `| head` has read enough
+        close_stdout()
         return 1
+    except OSError as error:   # a full disk, say
+        print(f"{prog}: {error}", file=sys.stderr)
+        close_stdout()
+        return 1
+
+
+def close_stdout():
+    """If stdout itself failed, what is left of it goes nowhere; else Python would complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
