@@ -35,7 +35,7 @@ from lab.checks.edits import EditError  # noqa: E402
 
 SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("*.py"))),
            "beyond/__init__.py")   # what every set's code imports
-KIT = "child.py", "compare.py", "probes.py"
+KIT = "child.py", "compare.py", "probes.py", "second_device.py"
 IGNORED = shutil.ignore_patterns(
     "kit", ".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}

@@ -289,47 +289,22 @@ def operations(call, *arguments):
     return counter.get_total_flops()
 
 
-def devices_of(make, *names):
-    """
-    Where the tensors are that `make` makes on another device. It is the CPU in disguise: what is
-    made on it is marked, and so is what comes of that. As on a GPU, two devices do not mix.
-    """
+def on_second_device(make, *names):
+    """Where the tensors are that `make(device)` sets, on a device which is not the CPU."""
+    from second_device import DEVICE, second_device
+    with second_device():
+        batch = make(DEVICE)
+    return {name: where(name, getattr(batch, name, None)) for name in names}
+
+
+def where(name, value):
+    """Where the tensors in a value are, in words."""
     import torch
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._pytree import tree_leaves, tree_map
-    there, here = torch.device("meta"), torch.device("cpu")
-    mixes = "__setitem__", "copy_", "to", "type_as"
-
-    def is_there(tensor):
-        return getattr(tensor, "is_there", False)
-
-    class Disguise(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            leaves = tree_leaves((args, kwargs))
-            tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-            asked = [each for each in leaves if isinstance(each, torch.device)]
-            if function == torch.Tensor.device.__get__:
-                return there if is_there(args[0]) else here
-            name, wide = getattr(function, "__name__", ""), [each for each in tensors if each.dim()]
-            away = name == "cpu" or any(isinstance(each, str) and each == "cpu" for each in leaves)
-            on = not away and (there in asked if asked else any(map(is_there, tensors)))
-            indexed = name == "__getitem__" and is_there(args[0])
-            if not (asked or indexed or name in mixes) and len({*map(is_there, wide)}) > 1:
-                raise RuntimeError(f"{name}: all tensors must be on the same device")
-            args, kwargs = tree_map(lambda each: here if isinstance(
-                each, torch.device) else each, (args, kwargs or {}))
-            found = function(*args, **kwargs)
-            if name in ("to", "cpu"):   # elsewhere, it is another tensor
-                found = found.clone()
-            for each in tree_leaves(found):
-                if isinstance(each, torch.Tensor):
-                    each.is_there = on
-            return found
-
-    with Disguise():
-        batch = make(there)
-    return {name: " ".join(sorted({"on `device`" if is_there(each) else "on the CPU" for each in
-                                   tree_leaves(getattr(batch, name, None))
-                                   if isinstance(each, torch.Tensor)})) or (
-                "on `device`" if name == "wanted" else "no tensor")   # lists are an index anywhere
-            for name in names}
+    from torch.utils._pytree import tree_leaves
+    tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    if not tensors:   # lists of numbers are an index anywhere
+        return "on `device`" if name == "wanted" else "no tensor"
+    on_cpu = {each.device.type == "cpu" for each in tensors}
+    if len(on_cpu) == 2:
+        return "partly on the CPU"
+    return "on the CPU" if True in on_cpu else "on `device`"

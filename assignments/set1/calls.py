@@ -5,10 +5,10 @@ import torch
 from probes import (
     attended,
     cache_for,
-    devices_of,
     kind_of,
     layout_of,
     numbers,
+    on_second_device,
     requests_of,
 )
 
@@ -51,7 +51,7 @@ def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float6
 
 
 def head_on_a_device():
-    return devices_of(lambda device: SimpleNamespace(output=Head()(
+    return on_second_device(lambda device: SimpleNamespace(output=Head()(
         *(numbers(i, 2, 4, 3).to(device) for i in range(3)))), "output")
 
 
@@ -117,4 +117,4 @@ def attend(requests, caches, heads, size):
 
 def alone_on_a_device():
     request, = requests_of([{"prompt": 3}])
-    return devices_of(lambda device: Alone(request, device), "tokens", "positions")
+    return on_second_device(lambda device: Alone(request, device), "tokens", "positions")

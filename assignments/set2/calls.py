@@ -6,11 +6,11 @@ from probes import (
     attended,
     cache_for,
     changes_of,
-    devices_of,
     facts_of,
     fill,
     layout_of,
     numbers,
+    on_second_device,
     plan_of,
     requests_of,
 )
@@ -43,7 +43,7 @@ def static_batch(requests, context_length=24):
 
 def static_batch_on_a_device():
     requests = requests_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of(lambda device: StaticBatch(requests, None, device), *TENSORS, "wanted")
+    return on_second_device(lambda device: StaticBatch(requests, None, device), *TENSORS, "wanted")
 
 
 def append(prompt, new, context_length, tokens, eos_token=None):
@@ -86,7 +86,7 @@ def lay_out(names, rows):
 def layout_on_a_device(names):
     plan = plan_of([{"prompt": 3}, {"prompt": 4}])
     names = [name for name in names if name != "P"]   # a number
-    return devices_of(lambda device: Rectangle(plan, device), *names)
+    return on_second_device(lambda device: Rectangle(plan, device), *names)
 
 
 class LaidOut(Rectangle):
@@ -117,7 +117,7 @@ def attend_on_a_device():
             out = batch.attend(0, *(numbers(i, 1, 2, n, 3).to(device) for i in range(3)))
         return SimpleNamespace(output=out)
 
-    return devices_of(made, "output")
+    return on_second_device(made, "output")
 
 
 def indices_due(plan):

@@ -1,6 +1,6 @@
 """Set 4: runs one function on a case, and returns what it gives and changes."""
 import torch
-from probes import LAYERS, attended, devices_of, fill, layout_of, plan_of
+from probes import LAYERS, attended, fill, layout_of, on_second_device, plan_of
 
 from beyond import prepacked
 from beyond.prepacked import Packed
@@ -47,7 +47,7 @@ def mask_on_a_device():
 
 def on_a_device(layout, *names):
     plan = plan_of([{"prompt": 3}, {"prompt": 4}])
-    return devices_of(lambda device: layout(plan, device), *names)
+    return on_second_device(lambda device: layout(plan, device), *names)
 
 
 def varlen(rows, heads, size, attention="varlen", mask=(), lost=False):

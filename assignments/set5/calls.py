@@ -9,12 +9,12 @@ import audit as auditor
 import torch
 from probes import (
     changes_of,
-    devices_of,
     facts_of,
     in_queue,
     kind_of,
     layout_of,
     numbers,
+    on_second_device,
     operations,
     plan_of,
     requests_of,
@@ -54,7 +54,7 @@ def lay_out(plan, page_size, pool):
 
 def lay_out_on_a_device():
     plan = [{"prompt": 3, "n": 3, "pages": 2}, {"prompt": 4, "n": 4, "pages": 2}]
-    return devices_of(lambda device: paged(plan, 2, range(4), device), *HOST, *DEVICE)
+    return on_second_device(lambda device: paged(plan, 2, range(4), device), *HOST, *DEVICE)
 
 
 def paged_attention(lengths, page_size, pool, heads, size):
