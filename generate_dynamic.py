@@ -96,11 +96,11 @@ def admit(waiting, running, step, max_batch):
     arrived = [request for request in waiting if request.arrival <= step]
     admitted = arrived[:max_batch - len(running)]
     for request in admitted:
-        request.kv = KV(request.kv_tokens)
+        request.kv = KV(request.kv_capacity)
     return waiting[len(admitted):], running + admitted
 
 
-def leave(running):
+def still_running(running):
     """Finished requests let go of their caches. Returns the others."""
     for request in running:
         if request.finished:
@@ -133,7 +133,7 @@ def generate(model, requests, max_batch=8, on_token=None):
             advance(batch.plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         # 4. finished requests leave, and their caches with them
-        running = leave(running)
+        running = still_running(running)
         step += 1
     return trace
 

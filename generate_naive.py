@@ -72,10 +72,11 @@ class StaticBatch:
                 "padded_keys": len(self.plan) * self.end - keys}   # of pads and finished rows
 
 
-def cache_for(requests):
-    """One KV for all rows: columns for the longest prompt, then for the longest answer."""
-    return KV(max(len(request.prompt) for request in requests)
-              + max(request.kv_tokens - len(request.prompt) for request in requests))
+def columns_for(requests):
+    """How many columns a batch fills: the longest prompt, and then the longest answer."""
+    longest_prompt = max(len(request.prompt) for request in requests)
+    longest_answer = max(request.kv_capacity - len(request.prompt) for request in requests)
+    return longest_prompt + longest_answer
 
 
 @torch.inference_mode()
@@ -90,7 +91,7 @@ def generate(model, requests, max_batch=8, on_token=None):
         step = max(step, waiting[0].arrival)
         running = [request for request in waiting if request.arrival <= step][:max_batch]
         waiting = waiting[len(running):]
-        batch = StaticBatch(running, cache_for(running), model.device)
+        batch = StaticBatch(running, KV(columns_for(running)), model.device)
         while True:
             # 2. one forward pass for all rows
             with trace.forward_pass(step, batch):

@@ -104,37 +104,37 @@ def pool_size(requests, max_batch, page_size, pages=None):
     `pages`, but no more than all requests together can fill. None: enough for the max_batch largest
     requests at once, so that none is ever preempted.
     """
-    needed = sorted(-(-request.kv_tokens // page_size) for request in requests)
+    needed = sorted(-(-request.kv_capacity // page_size) for request in requests)
     return sum(needed[-max_batch:]) if pages is None else min(pages, sum(needed))
 
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
-             scheduler=PagedScheduler, on_token=None):
+             scheduler_class=PagedScheduler, layout=Paged, on_token=None):
     """
     Runs `requests` as ragged does, in a pool of `pages` pages (see pool_size) of page_size tokens.
-    scheduler: a class like PagedScheduler. Returns the trace.
+    scheduler_class: a class like PagedScheduler; layout: a class like Paged. Returns the trace.
     """
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
+    check_pool(max_batch, pages, page_size, scheduler_class, model.config.block_size)
     number = pool_size(requests, max_batch, page_size, pages)
-    planner = scheduler(max_batch, token_budget, number, page_size)
+    scheduler = scheduler_class(max_batch, token_budget, number, page_size)
     kv = KV(number * page_size)
-    trace = Trace("paged", requests, model, planner.pool.counts)
+    trace = Trace("paged", requests, model, scheduler.pool.counts)
     for request in requests:
-        planner.add(request)
+        scheduler.add(request)
     step = 0
-    while planner.busy:
+    while scheduler.busy:
         # 1. which requests compute how many tokens in this step
-        step = planner.next_step(step)
-        plan = planner.schedule(step)
+        step = scheduler.next_step(step)
+        plan = scheduler.schedule(step)
         # 2. one forward pass for decodes and chunks together
-        batch = Paged(plan, kv, planner.pool, model.device)
+        batch = layout(plan, kv, scheduler.pool, model.device)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. one token for each request that has nothing more to compute
         tokens = sample(logits, batch.sampled)
-        planner.update(plan, tokens)
+        scheduler.update(plan, tokens)
         trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         step += 1
     return trace

@@ -96,17 +96,18 @@ class PrefixPool(PagePool):
                 if page not in self.hash_of:
                     self.free_queue.move_to_end(page, last=False)   # to the front
 
-    def cache(self, page, name):
-        """From now on this page can be found by its hash, `name`."""
-        self.hash_of[page] = name
-        self.cached.setdefault(name, {})[page] = None
+    def register(self, page, digest):
+        """From now on this page can be found by `digest`, its hash."""
+        self.hash_of[page] = digest
+        self.cached.setdefault(digest, {})[page] = None
 
     def forget(self, page):
-        name = self.hash_of.pop(page, None)
-        if name is not None:
-            del self.cached[name][page]
-            if not self.cached[name]:
-                del self.cached[name]
+        """This page cannot be found any more."""
+        digest = self.hash_of.pop(page, None)
+        if digest is not None:
+            del self.cached[digest][page]
+            if not self.cached[digest]:
+                del self.cached[digest]
 
 
 class PrefixScheduler(PagedScheduler):
@@ -146,10 +147,10 @@ class PrefixScheduler(PagedScheduler):
 
     def cache_filled(self, request, start, end):
         """Pages that its tokens `start` to `end` fill can be found from now on."""
-        end = min(end, request.known)   # what is assumed (beyond/) names no page
+        end = min(end, request.num_tokens)   # what is assumed (beyond/) names no page
         size = self.pool.page_size
         for i in range(start // size, end // size):
-            self.pool.cache(request.block_table[i], self.hash_of_page(request, i))
+            self.pool.register(request.block_table[i], self.hash_of_page(request, i))
 
     def undo(self, plan):
         """The pass failed and filled no page. Others may have found one of these: all restart."""
@@ -160,11 +161,11 @@ class PrefixScheduler(PagedScheduler):
 
 
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
-             scheduler=PrefixScheduler, on_token=None):
+             scheduler_class=PrefixScheduler, layout=generate_paged.Paged, on_token=None):
     """Runs `requests` as paged does, with another scheduler. Returns the trace."""
     trace = generate_paged.generate(
         model, requests, max_batch=max_batch, token_budget=token_budget, pages=pages,
-        page_size=page_size, scheduler=scheduler, on_token=on_token)
+        page_size=page_size, scheduler_class=scheduler_class, layout=layout, on_token=on_token)
     trace.stage = "prefix"
     return trace
 

@@ -77,9 +77,9 @@ class Flat:
                 self.plan, self.starts, self.ends, pairwise(self.cu_seqlens)):
             request.kv.write(layer, start, k[:, a:b], v[:, a:b])
             caches.append(request.kv.read(layer, end))                          # (nh, S_i, hs)
-        return (self.hide if self.attention == "mask" else self.skip)(q, caches)
+        return (self.attend_masked if self.attention == "mask" else self.attend_varlen)(q, caches)
 
-    def hide(self, q, caches):
+    def attend_masked(self, q, caches):
         """The way of "mask": computes all N x S scores, and hides most of them."""
         keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))       # (nh, S, hs)
         # Head's causal rule lets token t of the stream see keys 0 to t + the sum of all starts. Its
@@ -87,7 +87,7 @@ class Flat:
         # shows.
         return head(q, *contained(keys, values), mask=self.mask)
 
-    def skip(self, q, caches):
+    def attend_varlen(self, q, caches):
         """The way of "varlen": computes only the diagonal blocks."""
         out = []
         for (keys, values), (a, b) in zip(caches, pairwise(self.cu_seqlens)):

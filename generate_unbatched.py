@@ -89,7 +89,7 @@ def generate(model, requests, use_cache=True, on_token=None):
     step = 0
     for request in requests:
         step = max(step, request.arrival)
-        request.kv = KV(request.kv_tokens) if use_cache else None
+        request.kv = KV(request.kv_capacity) if use_cache else None
         while not request.finished:
             # 1. the batch is this one request
             batch = Alone(request, model.device)

@@ -200,7 +200,7 @@ class GPT(nn.Module):
         return read_gpt2(name, lambda config: cls(GPTConfig(**config)))
 
 
-def cut(logits, temperature, top_k=None, top_p=1.0):
+def keep_top(logits, temperature, top_k=None, top_p=1.0):
     """
     The logits (V,), with -inf for the tokens that may not be sampled. top_k keeps the k largest; of
     these, top_p keeps the most likely until their probabilities add up to top_p.
@@ -217,7 +217,7 @@ def cut(logits, temperature, top_k=None, top_p=1.0):
 
 def cdf(logits, temperature, top_k=None, top_p=1.0):
     """Cumulative distribution over the vocabulary for logits (V,) in float64; ends in exactly 1."""
-    logits = cut(logits, temperature, top_k, top_p)
+    logits = keep_top(logits, temperature, top_k, top_p)
     sums = ((logits - logits.max()) / temperature).softmax(dim=-1).cumsum(dim=-1)
     return sums / sums[-1]   # rounding may leave the last sum below 1, and a draw above it
 

@@ -78,16 +78,16 @@ class Request:
         return self.prompt[0]
 
     @property
-    def known(self):   # how many tokens it has
+    def num_tokens(self):   # how many tokens it has
         return len(self.prompt) + len(self.generated)
 
     @property
     def todo(self):
         """Tokens not computed yet; between passes, 1 or more. 1 is a decode (or a prompt's end)."""
-        return self.known + len(self.assumed) - self.computed
+        return self.num_tokens + len(self.assumed) - self.computed
 
     @property
-    def kv_tokens(self):
+    def kv_capacity(self):
         """
         Room for prompt and answer. The last generated token is never fed back, so a prompt of 9 and
         8 new tokens need 9 + 8 - 1 = 16.
@@ -112,7 +112,7 @@ class Request:
         Whether its number-th generated token is its last: max_new_tokens is reached, or no position
         is left at which the model could compute it to get another.
         """
-        return len(self.prompt) + number > self.kv_tokens
+        return len(self.prompt) + number > self.kv_capacity
 
     def append(self, token):
         """Adds the next token. A sequence without a position left ends; it is never cropped."""

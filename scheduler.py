@@ -46,8 +46,8 @@ class Scheduler:
 
     def add(self, request):
         """Queues a prepared request. ValueError if it could never run, or arrives out of order."""
-        if request.kv_tokens > self.max_kv_tokens:
-            refuse(request, f"{request.kv_tokens} KV tokens, there are {self.max_kv_tokens}")
+        if request.kv_capacity > self.max_kv_tokens:
+            refuse(request, f"{request.kv_capacity} KV tokens, there are {self.max_kv_tokens}")
         check_order(request, self.waiting)
         self.waiting.append(request)
 
@@ -105,10 +105,10 @@ class Scheduler:
 
     def admit(self, request):
         """Whether prompt and longest answer fit beside the others'. If so, it gets its cache."""
-        reserved = sum(other.kv_tokens for other in self.running)
-        if reserved + request.kv_tokens > self.max_kv_tokens:
+        reserved = sum(other.kv_capacity for other in self.running)
+        if reserved + request.kv_capacity > self.max_kv_tokens:
             return False
-        request.kv = KV(request.kv_tokens)   # its tensors are made when it is first written
+        request.kv = KV(request.kv_capacity)   # its tensors are made when it is first written
         return True
 
     def make_room(self, request, n):

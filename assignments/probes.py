@@ -52,7 +52,7 @@ def numbers(seed, *shape):
 
 def cache_for(request):
     """A cache that is known to be the request's own."""
-    request.kv = KV(request.kv_tokens)
+    request.kv = KV(request.kv_capacity)
     request.kv.its = f"{request.name}'s own"
 
 

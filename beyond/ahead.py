@@ -170,25 +170,25 @@ def naming_late(scheduler_class):
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
-             scheduler=PrefixScheduler, on_token=None):
+             scheduler_class=PrefixScheduler, on_token=None):
     """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
-    check_pool(max_batch, pages, page_size, scheduler, model.config.block_size)
-    check("scheduler", scheduler, lambda kind: not isinstance(kind, type)
+    check_pool(max_batch, pages, page_size, scheduler_class, model.config.block_size)
+    check("scheduler_class", scheduler_class, lambda kind: not isinstance(kind, type)
           or issubclass(kind, PrefixScheduler), "a PrefixScheduler")   # whose pages can be found
     number = pool_size(requests, max_batch, page_size, pages)
-    planner = naming_late(scheduler)(max_batch, token_budget, number, page_size)
+    scheduler = naming_late(scheduler_class)(max_batch, token_budget, number, page_size)
     kv = KV(number * page_size)
-    trace = Trace("ahead", requests, model, planner.pool.counts)
+    trace = Trace("ahead", requests, model, scheduler.pool.counts)
     for request in requests:
-        planner.add(request)
+        scheduler.add(request)
     step, flight = 0, None
-    while planner.busy or flight:
-        step = planner.next_step(step)
+    while scheduler.busy or flight:
+        step = scheduler.next_step(step)
         trace.step_times.setdefault(step, time.perf_counter())
-        queued = launch(model, planner, kv, trace, step, flight)
+        queued = launch(model, scheduler, kv, trace, step, flight)
         if flight:
-            land(flight, planner, trace, on_token)
+            land(flight, scheduler, trace, on_token)
         flight, step = queued, step + 1
     return trace
 

@@ -30,7 +30,7 @@ et al., "Fairness in Serving Large Language Models", 2024). vLLM ranks by fcfs o
 without a bound, the plans of `priority` here are those of vLLM's own.
 
     python -m beyond.fairness                   the example
-    python generate_prefix.py --policy sjf      or generate(..., scheduler=SCHEDULERS["sjf"])
+    python generate_prefix.py --policy sjf      or generate(..., scheduler_class=SCHEDULERS["sjf"])
 """
 if __spec__ is None:
     raise SystemExit("start it in the folder above: python -m beyond.fairness")
@@ -147,7 +147,7 @@ class FairScheduler(PrefixScheduler):
 
     def admit(self, request):
         """As PrefixScheduler.admit; what is due needs room for its longest answer."""
-        need = self.pool.needed(request.kv_tokens) if self.is_due(request) else 0
+        need = self.pool.needed(request.kv_capacity) if self.is_due(request) else 0
         if need > len(self.pool.free_queue) or not super().admit(request):
             return False
         self.pool.allocate(request.block_table, need - len(request.block_table))   # if above 0

@@ -84,7 +84,7 @@ class HybridScheduler(PrefixScheduler):
 
     def add(self, request):
         """ValueError if the pool is too small. A group holds a window and a step, or all tokens."""
-        full, more = self.pool.needed(request.kv_tokens), self.token_budget - 2
+        full, more = self.pool.needed(request.kv_capacity), self.token_budget - 2
         most = sum(min(full, self.pool.needed(window + more) + 1) for window in self.windows)
         if most > self.pool.number:
             refuse(request, f"{most} pages in all groups, there are {self.pool.number}")
@@ -159,7 +159,7 @@ class HybridScheduler(PrefixScheduler):
         """As PrefixScheduler.cache_filled; a page's name is its group, and the hash of tokens."""
         for i in range(start // self.pool.page_size, end // self.pool.page_size):
             for group, table in enumerate(self.tables[request]):
-                self.pool.cache(table[i], (group, self.hash_of_page(request, i)))
+                self.pool.register(table[i], (group, self.hash_of_page(request, i)))
 
     def undo(self, plan):
         """As PrefixScheduler.undo, for all tables."""

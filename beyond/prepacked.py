@@ -31,7 +31,7 @@ if __spec__ is None:
 
 import torch
 
-from generate_dynamic import Rectangle, admit, leave
+from generate_dynamic import Rectangle, admit, still_running
 from generate_ragged import contained
 from model import head, sample
 from request import advance, prepare
@@ -144,7 +144,7 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
             advance(batch.plan, tokens)
             trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
         # 4. finished requests leave, and their caches with them
-        running = leave(running)
+        running = still_running(running)
         step += 1
     return trace
 

@@ -130,7 +130,7 @@ def generate(models, changes, requests, mode="keep", **knobs):
     check("changes", changes, lambda steps: isinstance(steps, (list, tuple)) and all(
               is_whole(step, 0) for step in steps) and all(a < b for a, b in pairwise(steps)),
           "a list of steps, each later than the one before")
-    check("scheduler", knobs.get("scheduler"), lambda _: "scheduler" not in knobs,
+    check("scheduler_class", knobs.get("scheduler_class"), lambda _: "scheduler_class" not in knobs,
           "left out: rollout has its own")
     if len(models) != len(changes) + 1:
         raise ValueError(f"{len(changes)} changes need {len(changes) + 1} models, "
@@ -138,7 +138,7 @@ def generate(models, changes, requests, mode="keep", **knobs):
     if other := [i for i, model in enumerate(models) if model.config != models[0].config]:
         raise ValueError(f"models[{other[0]}] has another config than models[0]")
     versions = Versions(models)
-    trace = generate_prefix.generate(versions, requests, **knobs, scheduler=partial(
+    trace = generate_prefix.generate(versions, requests, **knobs, scheduler_class=partial(
         RolloutScheduler, models=versions, changes=changes, mode=mode))
     trace.stage = f"rollout, {mode}"
     return trace

@@ -56,7 +56,7 @@ def draft(plan, scheduler, lookups, most):
     drafts, budget = {}, scheduler.token_budget - sum(n for _, n in plan)
     for request, n in plan:
         # The last token is never computed; and a guess must fit into the pages that are held.
-        room = min(request.kv_tokens, len(request.block_table) * scheduler.pool.page_size)
+        room = min(request.kv_capacity, len(request.block_table) * scheduler.pool.page_size)
         room, drafts[request] = min(most, budget, room - request.computed - 1), []
         if request.todo == 1 and room > 0:
             drafts[request] = lookups.setdefault(request, Lookup()).guess(request, room)

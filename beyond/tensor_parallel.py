@@ -122,7 +122,7 @@ def all_reduces(model, tokens, number):
     sizes = [tokens // number + (i < tokens % number) for i in range(number)]
     requests = prepare([Request([0] * size) for size in sizes], model.config)
     for request in requests:
-        request.kv = KV(request.kv_tokens)
+        request.kv = KV(request.kv_capacity)
     batch = Flat([(request, len(request.prompt)) for request in requests], model.device)
     before = model.traffic.all_reduces
     model(batch.tokens, batch.positions, batch.attend, batch.wanted)

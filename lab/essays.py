@@ -54,7 +54,7 @@ def fairness(args):
     for text, policy, bound in ("first come, first served", "fcfs", 16), ("sjf", "sjf", 16), (
             "sjf, 3 may overtake", "sjf", 3):
         requests = [Request([1] * (20 if name == "L" else 1), 1, name=name) for name in "Labcd"]
-        trace = generate_prefix.generate(model, requests, max_batch=1, scheduler=partial(
+        trace = generate_prefix.generate(model, requests, max_batch=1, scheduler_class=partial(
             FairScheduler, policy=policy, bound=bound))
         print(f"{text:26}", *(name for each in trace.passes for name, _, _ in each.work))
 

@@ -162,14 +162,15 @@ def given_knobs(args):
 def knobs_of(generate, knobs):
     """
     The knobs that a stage has, as a dict, and the names of the others. A policy becomes the
-    `scheduler` that has it. These share prefixes, so paged, which does not, has no policy.
+    `scheduler_class` that has it. These share prefixes, so paged, which does not, has no policy.
     """
     has = inspect.signature(generate).parameters
     mine = {name: value for name, value in knobs.items() if name in has}
     others = [name for name in knobs if name not in has]
-    if "policy" in others and "scheduler" in has and has["scheduler"].default != PagedScheduler:
+    takes = has.get("scheduler_class")
+    if "policy" in others and takes and takes.default != PagedScheduler:
         from beyond.fairness import SCHEDULERS  # only then is it needed
-        mine["scheduler"] = SCHEDULERS[knobs["policy"]]
+        mine["scheduler_class"] = SCHEDULERS[knobs["policy"]]
         others.remove("policy")
     return mine, others
 

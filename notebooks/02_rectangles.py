@@ -11,7 +11,7 @@ from lesson import ask, broken, check, counts, eight_requests, folded, letters, 
 from lesson import run_all, show, sizes, source, texts, timelines, tokenizer, word
 from exercises import exercise
 import torch
-from generate_dynamic import Rectangle, admit, leave
+from generate_dynamic import Rectangle, admit, still_running
 
 requests = texts("Return the value of this function if", "The class", "Return True if the")
 for request in requests:
@@ -159,12 +159,12 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 # ## Dynamic batching: a new batch at every step
 #
 # The way out is to ask at every step which requests are finished and which may start. The stage
-# *dynamic* does so. These two functions are all of its scheduling. (`kv_tokens` is the room that a
-# request needs at most: its prompt and its longest answer, less 1, as the last token is never
+# *dynamic* does so. These two functions are all of its scheduling. (`kv_capacity` is the room that
+# a request needs at most: its prompt and its longest answer, less 1, as the last token is never
 # computed.)
 
 # %%
-source(leave)
+source(still_running)
 source(admit)
 timelines([run("dynamic", eight, max_batch=4)], columns=1);
 

@@ -22,7 +22,7 @@ from lab.views.report import latencies, mean
 # ## Reserving
 #
 # *Chunked*, *interleaved* and *ragged* admit a request when its prompt *and its longest answer* fit
-# beside what the others have reserved. (`kv_tokens` is both, less the last token: notebook 2.)
+# beside what the others have reserved. (`kv_capacity` is both, less the last token: notebook 2.)
 
 # %%
 source(Scheduler.admit)
@@ -221,7 +221,7 @@ six.allocate(A, 3)
 six.share(B, A[:2])
 six.allocate(B, 1)
 for page in range(4):
-    six.cache(page, f"hash of page {page}")
+    six.register(page, f"hash of page {page}")
 print("A:", A, " B:", B, " ref_count:", six.ref_count, " free queue:", [*six.free_queue])
 six.free(A)
 

@@ -129,11 +129,12 @@ source(generate_ragged.generate)
 # `attend` is called once in each layer, with queries, keys and values `(heads, N, features)` of the
 # stream. First each request's new keys and values go into its own cache: `request.kv.write(layer,
 # start, k, v)`. Then `request.kv.read(layer, end)` gives all of its keys and values, a pair. With
-# the list of these pairs, `attend` returns `self.skip(q, caches)`.
+# the list of these pairs, `attend` returns `self.attend_varlen(q, caches)`.
 #
-# `skip` lets each request's queries see that request's cache, and computes nothing else. `head(q,
-# k, v)` computes attention with the causal rule: its queries belong to the last of the keys. The
-# output has the order of the stream. (Our own code has a second way beside `skip`, with a mask.)
+# `attend_varlen` lets each request's queries see that request's cache, and computes nothing else.
+# `head(q, k, v)` computes attention with the causal rule: its queries belong to the last of the
+# keys. The output has the order of the stream. (Our own code has a second way beside
+# `attend_varlen`, with a mask.)
 
 # %% tags=["exercise"]
 def lay_out(self, device):
@@ -144,25 +145,25 @@ def attend(self, layer, q, k, v):
     """Returns the output (heads, N, features)."""
     ...
 
-def skip(self, q, caches):
+def attend_varlen(self, q, caches):
     """Returns the output (heads, N, features), in the order of the stream."""
     ...
 
-judge(2, lay_out, attend, skip)
+judge(2, lay_out, attend, attend_varlen)
 
 # %% [markdown]
 # <details><summary>A hint: the way</summary>
 #
-# Notebook 4 has `skip`: you wrote it there. `attend` is a loop over plan, starts, ends and the
-# slices of the stream. In `lay_out`, tokens and positions are lists that grow request by request;
-# the last token of request i is the one before `cu_seqlens[i + 1]`.</details>
+# You wrote the loop of `attend_varlen` in notebook 4. `attend` is a loop over plan, starts, ends
+# and the slices of the stream. In `lay_out`, tokens and positions are lists that grow request by
+# request; the last token of request i is the one before `cu_seqlens[i + 1]`.</details>
 #
 # <details><summary>A second hint: nearly code</summary>
 #
 # `tokens += request.slice(start, end)` and `positions += range(start, end)`. `due =
 # indices_due(self.plan)` are numbers of plan entries. In `attend`, the i-th request's part of k is
-# `k[:, cu_seqlens[i]:cu_seqlens[i + 1]]`. In `skip`, take the same part of q, and join the outputs
-# with `torch.cat(..., dim=1)`.</details>
+# `k[:, cu_seqlens[i]:cu_seqlens[i + 1]]`. In `attend_varlen`, take the same part of q, and join
+# the outputs with `torch.cat(..., dim=1)`.</details>
 #
 # Your engine serves. It reserves memory for the longest answer, as *ragged* does.
 #
@@ -227,14 +228,14 @@ judge(3, lay_out, admit, make_room, preempt)
 #
 # A page can be in several tables now. `ref_count[page]` says in how many. `free_queue` is an
 # `OrderedDict`, page -> None, whose first page is taken next. `cached` and `hash_of` say which page
-# has which hash, and `pool.find(hashes)`, `pool.share(table, pages)` and `pool.cache(page, hash)`
-# are given:
+# has which hash, and `pool.find(hashes)`, `pool.share(table, pages)` and
+# `pool.register(page, hash)` are given:
 
 # %%
 from generate_prefix import PrefixPool
 source(PrefixPool.find)
 source(PrefixPool.share)
-source(PrefixPool.cache)
+source(PrefixPool.register)
 
 # %% [markdown]
 # - `free`, of the pool: the table's pages are in one table less, the *last* page first. Those in no
@@ -253,9 +254,9 @@ source(PrefixPool.cache)
 #   3. Its table begins with the found pages (`self.pool.share`); the others come from `make_room`.
 #   4. `request.computed` says how many tokens were found. It returns True.
 # - `cache_filled(request, start, end)` is called when the tokens `start` to `end - 1` are planned.
-#   The pages that become full by them can be found from now on: `self.pool.cache(page, hash)`. So a
-#   request that is admitted in the same step finds them, and that is right, because a pass writes
-#   all its keys before it reads any.
+#   The pages that become full by them can be found from now on: `self.pool.register(page, hash)`.
+#   So a request that is admitted in the same step finds them, and that is right, because a pass
+#   writes all its keys before it reads any.
 
 # %% tags=["exercise"]
 def free(self, table):

@@ -24,7 +24,8 @@ SCHEDULER, FLAT = "scheduler.py:Scheduler.", "generate_ragged.py:Flat."
 PAGED, PREFIX = "paging.py:PagedScheduler.", "generate_prefix.py:PrefixScheduler."
 STEPS = {   # the stage that serves with them: {function: (set of the course kit, what it replaces)}
     1: ("chunked", {"schedule": (3, f"{SCHEDULER}schedule"), "advance": (3, "request.py:advance")}),
-    2: ("ragged, varlen", {name: (4, FLAT + name) for name in ("lay_out", "attend", "skip")}),
+    2: ("ragged, varlen", {
+        name: (4, FLAT + name) for name in ("lay_out", "attend", "attend_varlen")}),
     3: ("paged", {"lay_out": (5, "generate_paged.py:Paged.lay_out")} | {
         name: (5, PAGED + name) for name in ("admit", "make_room", "preempt")}),
     4: ("prefix", {"free": (5, "generate_prefix.py:PrefixPool.free")} | {

@@ -103,7 +103,7 @@ BATCHED = ("naive", "dynamic", "prepacked", "prepacked_dataset", *SCHEDULED)
 def knobs_of(stage, **knobs):
     """Those of the knobs that a stage has. But all other schedulers cache prefixes."""
     if stage == "paged":
-        knobs.pop("scheduler", None)
+        knobs.pop("scheduler_class", None)
     return flags.knobs_of(STAGES[stage], knobs)[0]
 
 
@@ -333,12 +333,12 @@ def checked(scheduler, step):
     assert (preempted or not scheduler.arrived(step) or len(running) == scheduler.max_batch
             or left >= scheduler.token_budget or not scheduler.admit(scheduler.waiting[0]))
     if not isinstance(scheduler, PagedScheduler):
-        assert sum(request.kv_tokens for request in running) <= scheduler.max_kv_tokens
+        assert sum(request.kv_capacity for request in running) <= scheduler.max_kv_tokens
         return plan
     assert_pages(scheduler)
     for request, n in plan:   # pages for the tokens of this pass; if it is due, for its longest
         due = isinstance(scheduler, FairScheduler) and scheduler.is_due(request)
-        tokens = request.kv_tokens if due else request.computed + n
+        tokens = request.kv_capacity if due else request.computed + n
         assert len(request.block_table) == scheduler.pool.needed(tokens)
     return plan
 
@@ -434,8 +434,9 @@ def workloads(draw):
                                 arrival=draw(st.sampled_from([0, 0, 0, 1, 2, 5, 10**12]))))
     need, size = smallest_pool(requests, 1), draw(st.integers(1, 6))
     pages = smallest_pool(requests, size)
+    scheduler_class = draw(st.sampled_from(list(SCHEDULERS.values())))
     pressure = dict(max_batch=draw(st.integers(1, 7)), token_budget=budget,
                     max_kv_tokens=draw(st.one_of(st.none(), st.integers(need, 3 * need))),
                     pages=draw(st.sampled_from([None, pages, pages + 1, 2 * pages])),
-                    page_size=size, scheduler=draw(st.sampled_from(list(SCHEDULERS.values()))))
+                    page_size=size, scheduler_class=scheduler_class)
     return requests, pressure

@@ -4,7 +4,7 @@ import random
 
 from beyond.prepacked import Packed, first_fit_decreasing
 from cache import KV
-from generate_naive import StaticBatch, cache_for
+from generate_naive import StaticBatch, columns_for
 from generate_ragged import Flat
 
 CONTEXT = 512
@@ -44,14 +44,14 @@ def whole(layout):
     """A layout of whole prompts, made from requests instead of a plan."""
     def lay_out(requests, device):
         for request in requests:
-            request.kv = KV(request.kv_tokens)
+            request.kv = KV(request.kv_capacity)
         return layout([(request, len(request.prompt)) for request in requests], device)
 
     return lay_out
 
 
 def static(requests, device):
-    return StaticBatch(requests, cache_for(requests), device)
+    return StaticBatch(requests, KV(columns_for(requests)), device)
 
 
 METHODS = {

@@ -209,9 +209,9 @@ def test_links_in_what_is_handed_in_are_not_followed(tmp_path, monkeypatch):
     (2, "a", STATIC, "(torch.tensor(due, device=device), -1)", "(due, [T - 1] * len(due))"),
     (2, "g", "generate_dynamic.py:Rectangle.lay_out",
      "(torch.tensor(due, dtype=torch.long, device=device), -1)", "(due, [T - 1] * len(due))"),
-    (4, "d", "generate_ragged.py:Flat.skip", "return torch.cat(out, dim=-2)",
+    (4, "d", "generate_ragged.py:Flat.attend_varlen", "return torch.cat(out, dim=-2)",
      "return torch.stack([t for each in out for t in each.unbind(1)], 1)"),
-    (4, "d", "generate_ragged.py:Flat.skip", "head(q[..., a:b, :], keys, values)",
+    (4, "d", "generate_ragged.py:Flat.attend_varlen", "head(q[..., a:b, :], keys, values)",
      "torch.nn.functional.scaled_dot_product_attention(q[None, :, a:b], keys[None], values[None], "
      "torch.ones(b - a, keys.size(1)).tril(keys.size(1) - b + a).bool())[0]"),
     (4, "c", "generate_ragged.py:Flat.lay_out", "self.block_diagonal().to(device)",
@@ -219,7 +219,7 @@ def test_links_in_what_is_handed_in_are_not_followed(tmp_path, monkeypatch):
     (5, "a", "generate_paged.py:Paged.lay_out", "pages * page_size",
      "torch.tensor([int(page) for page in pages], device=device) * page_size"),
     (5, "d", "generate_prefix.py:PrefixScheduler.hash_of_page", "while len(known) <= i:",
-     "while len(known) < request.known // size:"),
+     "while len(known) < request.num_tokens // size:"),
     (6, "b", "beyond/speculative.py:draft", ".guess(request, room)",
      ".guess(request, room + 9)[:room]"),
 ])

@@ -62,20 +62,21 @@ def test_right_functions_serve_step_by_step_and_the_race_is_a_tie(built, capsys)
     ("schedule", 1, "for request in self.running:", "for request in [*self.running]:\n"
      "        if request not in self.running:\n            continue"),
     ("schedule", 1, "return plan", "return tuple(plan)"),
-    ("skip", 2, "q[..., a:b, :]", "q[\n            ..., a:b, :]"),   # no blank
+    ("attend_varlen", 2, "q[..., a:b, :]", "q[\n            ..., a:b, :]"),   # no blank
     ("lay_out", 2, "self.sampled = [self.plan[i][0] for i in due]",
      "self.sampled = tuple(self.plan[i][0] for i in due)[:]; self.sampled = [*self.sampled]"),
-    ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
+    ("attend_varlen", 2, "head(q[..., a:b, :], keys, values)", """\
 torch.nn.functional.scaled_dot_product_attention(
             q[:, a:b], keys, values, attn_mask=torch.ones(
                 b - a, keys.size(1)).bool().tril(keys.size(1) - b + a))"""),
-    ("hash_of_page", 4, "while len(known) <= i", "while len(known) < request.known // size"),
+    ("hash_of_page", 4, "while len(known) <= i", "while len(known) < request.num_tokens // size"),
     ("schedule", 1, "self.make_room(request, n)      #", "assert self.make_room(request, n)   #"),
     ("schedule", 1, "budget = self.token_budget",
      "budget = __import__('numpy').int64(self.token_budget)"),
     ("lay_out", 2, 'if self.attention == "mask"', "if False"),   # step 2 does not speak of it
-    ("attend", 2, '(self.hide if self.attention == "mask" else self.skip)', "self.skip"),
-    ("skip", 2, "head(q[..., a:b, :], keys, values)", """\
+    ("attend", 2, '(self.attend_masked if self.attention == "mask" else self.attend_varlen)',
+     "self.attend_varlen"),
+    ("attend_varlen", 2, "head(q[..., a:b, :], keys, values)", """\
 torch.einsum("hts,hsd->htd", (torch.einsum("htd,hsd->hts", q[:, a:b], keys) / q.size(-1)**.5)
         .masked_fill(torch.ones(b - a, keys.size(1)).tril(keys.size(1) - b + a) == 0, -torch.inf)
         .softmax(-1), values)"""),
@@ -92,10 +93,11 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("schedule", 1, "while budget and not preempted and len(self.running) < self.max_batch:",
      "for _ in self.waiting:", "nobody (deque mutated during iteration)"),
     ("lay_out", 2, "self.plan[i][0] for", "self.plan[i][0].name for", "sampled: ['A'], expected"),
-    ("skip", 2, "out = []", "keys, values = (torch.cat(t, 1) for t in zip(*caches))\n    return "
+    ("attend_varlen", 2, "out = []",
+     "keys, values = (torch.cat(t, 1) for t in zip(*caches))\n    return "
      "head(q, keys, values, mask=self.block_diagonal())",
      "as if all scores were computed"),
-    ("skip", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
+    ("attend_varlen", 2, "return torch.cat(out, dim=-2)", "return torch.cat(out[::-1], dim=-2)",
      "as if the outputs stood one behind the other in the wrong order"),
     ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
      "as if `computed` stayed 0, although pages are found: they would be computed again"),

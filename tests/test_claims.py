@@ -20,7 +20,7 @@ from beyond.prepacked import first_fit_decreasing
 from beyond.tensor_parallel import all_reduces, shard
 from cache import KV
 from generate_dynamic import Rectangle
-from generate_naive import StaticBatch, cache_for
+from generate_naive import StaticBatch, columns_for
 from generate_ragged import Flat
 from model import GPT, GPTConfig
 from request import Request, prepare
@@ -38,7 +38,7 @@ def ready(*lengths, new=8, config=MODEL.config):
     """The same, prepared, with caches."""
     requests = prepare(asked(*((n, new) for n in lengths)), config) if lengths else []
     for request in requests:
-        request.kv = KV(request.kv_tokens)
+        request.kv = KV(request.kv_capacity)
     return requests
 
 
@@ -101,7 +101,7 @@ def test_held_by_the_contract(claim, stage):
 
 def static(plan):
     requests = [request for request, _ in plan]
-    return StaticBatch(requests, cache_for(requests))
+    return StaticBatch(requests, KV(columns_for(requests)))
 
 
 def masked(plan):

@@ -94,7 +94,7 @@ def test_batched_equals_unbatched(data, stage, requests, threads, size):
     knobs = common.knobs_of(
         stage, max_batch=data.draw(st.integers(1, 6)), token_budget=data.draw(st.integers(1, 200)),
         pages=data.draw(st.sampled_from([None, least, 2 * least])), page_size=page_size,
-        **({"scheduler": data.draw(st.sampled_from(list(SCHEDULERS.values())))}
+        **({"scheduler_class": data.draw(st.sampled_from(list(SCHEDULERS.values())))}
            if stage == "prefix" else {}))
     assert faults(size, stage, requests, threads, **knobs) == []
 

@@ -81,7 +81,8 @@ def test_contract(stage, case):
         if stage in SCHEDULED:
             assert p.useful + p.recomputed <= pressure["token_budget"]
         if stage in ("chunked", "interleaved", *common.RAGGED) and pressure["max_kv_tokens"]:
-            reserved = sum(r.kv_tokens for r in requests if r.name in [name for name, *_ in p.work])
+            running = {name for name, *_ in p.work}
+            reserved = sum(r.kv_capacity for r in requests if r.name in running)
             assert reserved <= pressure["max_kv_tokens"]
         if stage in (*common.RAGGED, *common.POOLED):
             assert p.pad_slots == p.padded_keys == 0
@@ -163,7 +164,7 @@ REFUSED = [   # knob, bad values, what the error says
         ("pages", (2.5,)), ("page_size", (0,)))),
     ("page_size", (25,), "page_size 25 exceeds block_size 24"),
     ("pages", (1,), "request 'large': .* KV tokens, there are 16"),
-    ("scheduler", ("lifo",), "a class like PagedScheduler, .* 'lifo'"),
+    ("scheduler_class", ("lifo",), "a class like PagedScheduler, .* 'lifo'"),
     ("pack", ("rows",), "pack .* 'batch' or 'dataset'"),
     ("attention", ("x",), "attention .* 'mask' or 'varlen'")]
 

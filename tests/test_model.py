@@ -84,7 +84,7 @@ def test_a_run_stays_on_its_device_and_in_its_dtype(stage, monkeypatch):
     def look(model, arguments, logits):
         batch = batches[-1]
         caches = [request.kv for request, _ in batch.plan if request.kv]
-        assert [kv.capacity for kv in caches] == [request.kv_tokens for request, _ in batch.plan
+        assert [kv.capacity for kv in caches] == [request.kv_capacity for request, _ in batch.plan
                                                   if request.kv]
         laid_out = {name: value for name, value in vars(batch).items()
                     if name not in ("query_start_loc", "seq_lens")}   # read on the host

@@ -44,7 +44,7 @@ def test_the_size_of_the_pool(stage, max_batch, pages, made_of):
 
     requests = [Request([1, 2], 2), Request([1] * 20, 9), Request([1] * 5, 3)]
     with pytest.raises(InterruptedError) as stopped:
-        STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4, scheduler=made)
+        STAGES[stage](MODEL, requests, max_batch, 7, pages, page_size=4, scheduler_class=made)
     assert stopped.value.args == ((max_batch, 7, made_of, 4),)
 
 
@@ -125,7 +125,7 @@ def every_step(case, share, events):
     (requests, pressure), step = case, 0
     size = pressure["page_size"]
     number = pressure["pages"] or smallest_pool(requests, size) + 3
-    kind = pressure["scheduler"] if share else PagedScheduler
+    kind = pressure["scheduler_class"] if share else PagedScheduler
     scheduler = kind(pressure["max_batch"], pressure["token_budget"], number, size)
     kv, requests = KV(number * size), queue(scheduler, [*map(replace, requests)])
     for fails_at, cancelled in chain(events, repeat((None, None))):

@@ -17,7 +17,7 @@ from beyond.sessions import Session, SessionScheduler
 from beyond.speculative import draft
 from beyond.tensor_parallel import RowParallel, column_parallel
 from cache import KV
-from generate_naive import cache_for
+from generate_naive import columns_for
 from generate_prefix import PrefixScheduler
 from generate_unbatched import Alone
 from lab.compiled import optimize
@@ -27,7 +27,7 @@ from request import Request, prepare
 
 def test_a_static_batch_holds_no_room_beyond_the_context():
     requests = prepare([Request([1] * 5, 10**6), Request([1] * 9, 3)], toy().config)
-    assert cache_for(requests).capacity <= 9 + BLOCK_SIZE - 5
+    assert columns_for(requests) <= 9 + BLOCK_SIZE - 5
 
 
 def test_a_guess_is_looked_up_in_the_requests_own_tokens():

@@ -8,7 +8,7 @@ from common import fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import cdf, cut, sample
+from model import cdf, keep_top, sample
 from request import Request
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 2.9, -4.0], dtype=torch.float64)
@@ -32,10 +32,10 @@ def test_each_token_has_an_interval_as_wide_as_its_probability(temperature, top_
 def test_top_p_keeps_all_that_tie_with_the_last_and_stops_where_the_sum_is_exact():
     x = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log()
     for top_p, number in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.7500001, 4), (0.9, 4), (1, 4)):
-        assert int((cut(x, 1.0, None, top_p) > -math.inf).sum()) == number, top_p
-    assert (cut(x[2:], 1.0, None, 1e-300) > -math.inf).tolist() == [True, True]
+        assert int((keep_top(x, 1.0, None, top_p) > -math.inf).sum()) == number, top_p
+    assert (keep_top(x[2:], 1.0, None, 1e-300) > -math.inf).tolist() == [True, True]
     flat = torch.zeros(7, dtype=torch.float64)   # adds up to less than 1, by rounding
-    assert (cut(flat, 1.0, None, math.nextafter(1, 0)) == 0).all()
+    assert (keep_top(flat, 1.0, None, math.nextafter(1, 0)) == 0).all()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

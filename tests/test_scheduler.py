@@ -156,7 +156,7 @@ def plans_are_right(case, cancel):
         assert plans(paged) == plans(prefix) and not prefix.pool.cached
     fair = FairScheduler(*limits, few, size, "fcfs", bound=10**9)
     assert plans(PrefixScheduler(*limits, few, size)) == plans(fair)
-    plans(pressure["scheduler"](*limits, few, size))
+    plans(pressure["scheduler_class"](*limits, few, size))
 
 
 @settings(max_examples=examples(400))

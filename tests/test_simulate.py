@@ -10,7 +10,7 @@ from common import ROOT, THOROUGH, captured, examples, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generate_naive import cache_for
+from generate_naive import columns_for
 from lab.flags import knobs_of
 from lab.loading.arrivals import Source, drawn, poisson, staged, workload
 from lab.loading.stages import STAGES
@@ -262,7 +262,7 @@ def test_bad_input_gets_one_line(line, said):
 def test_a_rectangle_is_as_large_as_its_longest_prompt_and_answer():
     shape, gpu = MODELS["llama-2-7b"], hardware.gpu_of("312,2039,18")
     wide = workload([(3000, 1), (1, 3000)])   # together in a batch: too wide a rectangle
-    assert 2 * cache_for(prepare(wide, shape)).capacity == 11_998
+    assert 2 * columns_for(prepare(wide, shape)) == 11_998
     with pytest.raises(ValueError, match="room for 6,519 tokens: --max_batch must be at most 1"):
         calculated.with_memory(shape, gpu, STAGES["naive"], 5999, {"max_batch": 2})
     for longest, rows in (5999, 1), (8, 256):   # 8 tokens: more would fit

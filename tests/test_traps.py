@@ -38,7 +38,7 @@ STAGE = {   # a file, or a function: the stages in which its bugs are looked for
     "model.py": ("interleaved",), "request.py": ("interleaved",), "generate_naive.py": ("naive",),
     "generate_dynamic.py": ("dynamic", "chunked", "interleaved"),
     "beyond/prepacked.py": ("prepacked",), "generate_ragged.py": RAGGED,
-    "generate_ragged.py:Flat.hide": ("ragged_mask",),
+    "generate_ragged.py:Flat.attend_masked": ("ragged_mask",),
     "generate_ragged.py:Flat.attend": ("ragged_varlen",),   # to "mask", it is a mask too small
     "generate_paged.py": ("paged",), "generate_paged.py:Paged.attend": POOLED,
     "generate_prefix.py:page_hash": ("prefix",)}

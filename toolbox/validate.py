@@ -150,12 +150,12 @@ def check_order(request, waiting):
         raise ValueError(f"{request} arrives before {waiting[-1]}: add it first")
 
 
-def check_pool(max_batch, pages, page_size, scheduler, context_length):
+def check_pool(max_batch, pages, page_size, scheduler_class, context_length):
     """ValueError for a pool of pages that cannot be. pages: None if it is chosen later."""
     at_least_1(max_batch=max_batch, page_size=page_size, pages=1 if pages is None else pages)
     if page_size > max(16, context_length):   # 16, the default, may be more than a tiny context
         raise ValueError(f"page_size {page_size} exceeds block_size {context_length}")
-    check("scheduler", scheduler, callable,
+    check("scheduler_class", scheduler_class, callable,
           "a class like PagedScheduler, or one of beyond.fairness.SCHEDULERS")
 
 

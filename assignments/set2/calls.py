@@ -68,11 +68,11 @@ def admit(waiting, running, step, max_batch):
     return {"waiting": found[0], "running": found[1], **changes_of(everybody, before)}
 
 
-def leave(running):
+def still_running(running):
     requests = requests_of(running)
     fill([(each, 0) for each in requests])
     before = facts_of(requests)
-    others = generate_dynamic.leave(list(requests))
+    others = generate_dynamic.still_running(list(requests))
     return others if others is None else {"the others": others, **changes_of(requests, before)}
 
 

@@ -8,7 +8,7 @@ PARTS = {   # points, what it is about, {function: its calls}
         "generate_naive.py:StaticBatch.lay_out": "static_batch static_batch_on_a_device"}),
     "b": (2, "the end of a request", {"request.py:Request.append": "append"}),
     "c": (3, "dynamic admission", {"generate_dynamic.py:admit": "admit",
-                                   "generate_dynamic.py:leave": "leave"}),
+                                   "generate_dynamic.py:still_running": "still_running"}),
     "d": (3, "tokens and positions", {LAY_OUT: "lay_out layout_on_a_device"}),
     "e": (4, "the mask over past and new slots", {LAY_OUT: "lay_out layout_on_a_device"}),
     "f": (3, "gathering and writing back", {
@@ -51,7 +51,8 @@ def queues(rng):
                "waiting": [{"prompt": 1 + i % 3, "new": (2, 40)[i % 2], "arrival": arrival}
                            for i, arrival in enumerate(sorted(arrivals))]}
     for ends in lists(rng, (None, None, "stop", "length", "cancelled")):
-        yield {"call": "leave", "running": [{**DECODE, "finish_reason": why} for why in ends]}
+        running = [{**DECODE, "finish_reason": why} for why in ends]
+        yield {"call": "still_running", "running": running}
     yield {"call": "admit", "step": 2, "max_batch": 3, "running": [{"prompt": 1, "computed": 1}],
            "waiting": [{"prompt": 1, "arrival": arrival} for arrival in (0, 1, 1, 4)]}
 

@@ -9,8 +9,8 @@ PARTS = {   # points, what it is about, {function: its calls, those for "mask" w
     "b": (4, "packed rows", {f"{PACKED}Packed.lay_out": "packed packed_on_a_device"}),
     "c": (3, "the stream and its mask", {f"{FLAT}lay_out": "flat flat_on_a_device",
                                          f"{FLAT}block_diagonal": "flat_mask mask_on_a_device"}),
-    "d": (3, "attention", {f"{FLAT}attend": "varlen", f"{FLAT}skip": "varlen",
-                           f"{FLAT}hide": "masked"})}
+    "d": (3, "attention", {f"{FLAT}attend": "varlen", f"{FLAT}attend_varlen": "varlen",
+                           f"{FLAT}attend_masked": "masked"})}
 # Each tells first-fit decreasing from another rule: without sorting, without an exact fit, best fit
 # (1, 3, 3, 5), last fit and next fit (1, 2, 3), the best of several ways (2, 2, 3, 2, 2, 3)
 LENGTHS = (([], 5), ([1, 2], 5), ([1, 2, 3], 4), ([2, 3, 6], 8), ([1, 3, 3, 5], 7),

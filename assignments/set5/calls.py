@@ -141,8 +141,8 @@ def find(hashes, **pool):
     return {**said, "the argument `hashes`": given, "of an iterator": lazy["it returns"]}
 
 
-def cache(page, name, **pool):
-    return in_pool(lambda pool: pool.cache(page, name), **pool)
+def register(page, digest, **pool):
+    return in_pool(lambda pool: pool.register(page, digest), **pool)
 
 
 def hash_of_page(tokens, page_size, pages, prompt=None):
@@ -209,7 +209,7 @@ def cache_filled(prompt, generated, page_size, start, end):
     request, = requests_of([{"prompt": prompt, "generated": generated}], 99)
     request.block_table = [30 - i for i in range(-(-(prompt + generated) // page_size))]
     queue.hash_of_page = lambda request, i: f"the hash of page {i}"
-    queue.pool.cache = lambda page, name: made.append(f"{page} by {name}")
+    queue.pool.register = lambda page, digest: made.append(f"{page} by {digest}")
     return {"it returns": queue.cache_filled(request, start, end), "it caches": sorted(made)}
 
 

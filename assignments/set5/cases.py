@@ -15,7 +15,7 @@ PARTS = {   # points, what it is about, {function: its calls}; a and b are the f
     "c": (3, "pages that are shared", {f"{POOL}{name}": name for name in (
         "share", "allocate", "free", "forget")}),
     "d": (3, "pages that are found", {f"{PREFIX}hash_of_page": "hash_of_page",
-                                      f"{POOL}find": "find", f"{POOL}cache": "cache"}),
+                                      f"{POOL}find": "find", f"{POOL}register": "register"}),
     "e": (3, "a request finds its beginning", {f"{PREFIX}admit": "admit_after_look_up",
                                                f"{PREFIX}cache_filled": "cache_filled"}),
     "f": (3, "an auditor of counts and the free queue", {"audit.py:audit": "audit"}),
@@ -116,7 +116,7 @@ def finding(rng):
         for hashes in asked:
             yield {"call": "find", "hashes": hashes, **state}
         for page in {*range(len(state["ref_count"]))} - {page for page, _ in state["hash_of"]}:
-            yield {"call": "cache", "page": page, "name": rng.choice([*names, "x"]), **state}
+            yield {"call": "register", "page": page, "digest": rng.choice([*names, "x"]), **state}
     yield {"call": "hash_of_page", "tokens": [5, 7, 2, 9, 6, 1], "page_size": 2, "pages": [0, 1, 2]}
     for tokens, size, pages in ([5, 5], 1, [1]), ([5, 5], 1, [0, 0]), (
             [5, 7, 5, 7, 2, 1], 2, [0, 1, 2, 1, 0]):

@@ -48,7 +48,7 @@ from dataclasses import replace
 
 import torch
 
-from model import cut
+from model import keep_top
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 FACTOR = 4   # a margin compares two logits, and each is rounded in two runs: reference and stage
@@ -113,7 +113,7 @@ def margin(token, stage, reference, request, u):
     kept_by_one_only = kept != (reference >= kth)
     moves = (reference - kth)[kept_by_one_only].abs().tolist()   # to get past the k-th
     if request.top_p < 1:
-        likely = cut(stage, request.temperature, request.top_k, request.top_p) > -math.inf
+        likely = keep_top(stage, request.temperature, request.top_k, request.top_p) > -math.inf
         moves += moves_of_top_p(likely, kept, stage, reference, request)
         kept = likely
 

@@ -44,7 +44,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
          "owner[:, None, :] >= 0")],
     "a stream without boundaries": [
-        ("generate_ragged.py:Flat.hide", ", mask=self.mask)", ")")],
+        ("generate_ragged.py:Flat.attend_masked", ", mask=self.mask)", ")")],
     "a chunk reads to the end of its prompt": [   # and there, nothing is written yet
         ("generate_ragged.py:Flat.attend", "request.kv.read(layer, end)",
          "request.kv.read(layer, max(end, len(request.prompt)))")],
@@ -131,7 +131,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "admits beyond the budget": [(SCHEDULE, "while budget and", "while")],
     "admits in a step that preempts": [(SCHEDULE, " and not preempted", "")],
     "admits what can never fit": [
-        ("scheduler.py:Scheduler.add", "request.kv_tokens > self.max_kv_tokens", "False")],
+        ("scheduler.py:Scheduler.add", "request.kv_capacity > self.max_kv_tokens", "False")],
     "a preempted request goes to the end": [
         (PREEMPT, "self.waiting.appendleft(request)", "self.waiting.append(request)")],
     "a stale count after preemption": [
@@ -170,7 +170,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "a request that found a page of a failed pass goes on": [
         ("generate_prefix.py:PrefixScheduler.undo", "self.preempt(request)", "pass")],
     "an assumed token names a page": [
-        (CACHE, "end = min(end, request.known)", "pass")],
+        (CACHE, "end = min(end, request.num_tokens)", "pass")],
     "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
         (FIND, "return [next(iter(self.cached[each])) for each in known]",
          "found = [next(iter(self.cached[each])) for each in known]\n"
@@ -178,9 +178,9 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
         (ADMIT, "request.block_table = []", "request.block_table = found"),
         (ADMIT, "self.pool.share(request.block_table, found)", "self.pool.share([], found)")],
     "a duplicate is freed while a table names it": [
-        ("generate_prefix.py:PrefixPool.cache", "self.hash_of[page] = name",
-         "if page not in self.cached.get(name, [page]):\n            self.free([page])\n"
-         "        self.hash_of[page] = name")],
+        ("generate_prefix.py:PrefixPool.register", "self.hash_of[page] = digest",
+         "if page not in self.cached.get(digest, [page]):\n            self.free([page])\n"
+         "        self.hash_of[page] = digest")],
     # orders other than first come, first served; guesses
     "those that run are sorted by rank": [   # an incomplete prompt may stand before decodes
         ("beyond/fairness.py:FairScheduler.schedule", "running = list(self.running)",

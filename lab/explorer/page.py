@@ -109,7 +109,7 @@ def request_data(request, trace):
     return {"name": request.name, "prompt": request.prompt, "generated": request.generated,
             "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
             "reason": request.finish_reason, "steps": request.token_steps,
-            "limit": request.kv_tokens + 1 - len(request.prompt),
+            "limit": request.kv_capacity + 1 - len(request.prompt),
             "ms": [ms(time - trace.started) for time in request.token_times]}
 
 

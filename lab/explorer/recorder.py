@@ -143,7 +143,8 @@ def record(generate, model, requests, reference=None, **knobs):
     defaults = {name: p.default for name, p in inspect.signature(generate).parameters.items()
                 if name not in ("model", "requests", "on_token")}
     recorder.generate, recorder.knobs = generate, defaults | knobs
-    recorder.knobs.pop("scheduler", None)   # a class; the stage's name says which
+    for knob in "scheduler_class", "layout":   # classes; the stage's name says which
+        recorder.knobs.pop(knob, None)
     trace.recording = recorder
     return trace
 

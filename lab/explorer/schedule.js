@@ -24,7 +24,7 @@ class Request {
     Object.assign(this, {reached: 0, room: null, room_pages: undefined});   // for the record
   }
   get todo() { return this.prompt + this.generated - this.computed; }
-  get kv_tokens() { return this.prompt + this.limit - 1; }
+  get kv_capacity() { return this.prompt + this.limit - 1; }
   get finished() { return this.generated === this.answer; }
 }
 
@@ -57,8 +57,8 @@ class Scheduler {
     for (const request of requests) this.add(request);
   }
   add(request) {                         // Python refuses the whole run
-    if (request.kv_tokens <= this.max_kv_tokens) this.waiting.push(request);
-    else request.refused = `${request.kv_tokens} KV tokens, there are ${this.max_kv_tokens}`;
+    if (request.kv_capacity <= this.max_kv_tokens) this.waiting.push(request);
+    else request.refused = `${request.kv_capacity} KV tokens, there are ${this.max_kv_tokens}`;
   }
   schedule(step) {
     const plan = [], running = this.running.length;
@@ -93,8 +93,8 @@ class Scheduler {
   }
   arrived(step) { return this.waiting.length > 0 && this.clock.arrived(this.waiting[0], step); }
   admit(request) {
-    const reserved = sum(this.running.map(other => other.kv_tokens));
-    return reserved + request.kv_tokens <= this.max_kv_tokens;
+    const reserved = sum(this.running.map(other => other.kv_capacity));
+    return reserved + request.kv_capacity <= this.max_kv_tokens;
   }
   make_room() { return true; }
   free() {}
@@ -114,7 +114,7 @@ class PagePool {
 }
 
 function pool_size(requests, {max_batch, page_size, pages = null}) {
-  const needed = requests.map(({kv_tokens}) => Math.ceil(kv_tokens / page_size));
+  const needed = requests.map(({kv_capacity}) => Math.ceil(kv_capacity / page_size));
   if (pages !== null) return Math.min(pages, sum(needed));
   return sum(needed.sort((a, b) => b - a).slice(0, max_batch));
 }
@@ -198,7 +198,7 @@ class PrefixPool extends PagePool {
       if (this.hash_of.has(page)) this.free_queue.add(page); else this.blank.push(page);
     }
   }
-  cache(page, hash) {
+  register(page, hash) {
     this.hash_of.set(page, hash);
     if (!this.cached.has(hash)) this.cached.set(hash, new Set());
     this.cached.get(hash).add(page);
@@ -237,7 +237,7 @@ class PrefixScheduler extends PagedScheduler {
   cache_filled(request, start, end) {
     const {page_size} = this.pool;
     for (let i = Math.floor(start / page_size); i < Math.floor(end / page_size); i++) {
-      this.pool.cache(request.block_table[i], this.hash_of_page(request, i));
+      this.pool.register(request.block_table[i], this.hash_of_page(request, i));
     }
   }
 }
@@ -367,7 +367,7 @@ function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
     request.reached = Math.max(request.reached, end);
   }
   const reserved = pool ? (pool.number - pool.free_pages) * pool.page_size
-    : capacity ? capacity * plan.length : sum(running.map(request => request.kv_tokens));
+    : capacity ? capacity * plan.length : sum(running.map(request => request.kv_capacity));
   return {step, ms: milliseconds(gpu, slots, cost, sampled), shape, slots, work, finished, useful,
           recomputed: planned - useful, pad_slots: slots - planned - finished.length,
           finished_slots: finished.length, score_entries: cost.scores, useful_scores,
@@ -380,7 +380,7 @@ function room_changes(requests, {running, capacity}) {
   const changes = {};
   for (const request of requests) {
     const holds = running.includes(request), table = holds ? request.block_table : null;
-    const room = holds ? table ?? capacity ?? request.kv_tokens : null;
+    const room = holds ? table ?? capacity ?? request.kv_capacity : null;
     if (room === request.room && table?.length === request.room_pages) continue;
     Object.assign(request, {room, room_pages: table?.length});
     changes[request.number] = table ? [...table] : room;

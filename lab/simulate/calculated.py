@@ -143,12 +143,12 @@ def log_of(shape, gpu, generate, requests, times=None, clients=0, engine=Engine(
 
 
 def scheduler_of(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pages=None,
-                 page_size=16, scheduler=None, attention="varlen", **_):
+                 page_size=16, scheduler_class=None, attention="varlen", **_):
     """That of a stage without pads; None for the others."""
     if generate == generate_ragged.generate and attention == "varlen":
         return Scheduler(max_batch, token_budget, max_kv_tokens)
     if generate in POOLS:
-        return (scheduler or POOLS[generate])(max_batch, token_budget, pages, page_size)
+        return (scheduler_class or POOLS[generate])(max_batch, token_budget, pages, page_size)
     return None
 
 
