@@ -45,9 +45,9 @@ class LeastRecentlyUsed(PrefixScheduler):
 
 
 class OneNamePool(PrefixPool):
-    def cache(self, page, name):
-        if name not in self.cached:
-            super().cache(page, name)
+    def register(self, page, digest):
+        if digest not in self.cached:
+            super().register(page, digest)
 
 
 class OnePageAHash(PrefixScheduler):
