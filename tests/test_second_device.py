@@ -145,7 +145,7 @@ def in_sessions(model, requests, **knobs):
 
 ESSAYS = {
     "ahead": (ahead.generate, KNOBS),
-    "fairness": (STAGES["prefix"], {**KNOBS, "scheduler": SCHEDULERS["sjf"]}),
+    "fairness": (STAGES["prefix"], {**KNOBS, "scheduler_class": SCHEDULERS["sjf"]}),
     "rollout": (with_new_weights, KNOBS),
     "sessions": (in_sessions, {**KNOBS, "keep": 2}),
     "speculative": (speculative.generate, KNOBS),
