@@ -37,26 +37,34 @@ def main(essay, doc, argv=None):
     sys.exit(p.run(essay, argv) or 0)
 
 
+# --- ahead, fairness, speculative -----------------------------------------------------------------
+
 def ahead(args):
-    host, gpu = 2.0, gpu_of("h100")   # ms between two passes
-    for name in "qwen3-8b", "qwen3-0.6b":   # 512 passes of 16 decodes with 1,024 keys each
-        shape = shape_of(name)
-        device = 1e3 * shape.seconds(gpu, 16, 16, 16 * 1024, 16 * 1024)
-        turns, ahead = host + device, max(host, device)   # ms; x 0.512: 512 passes, in s
-        print(f"{name}, H100, {host:g} ms of host, calculated: in turns {0.512 * turns:.2f} s, "
-              f"busy {device / turns:.0%}; ahead {0.512 * ahead:.2f} s, busy {device / ahead:.0%}")
+    """512 passes of 16 decodes with 1,024 keys each, in turns with the host and ahead of it."""
+    host, gpu, passes = 2.0, gpu_of("h100"), 512   # host: ms between two passes
+    for name in "qwen3-8b", "qwen3-0.6b":
+        device = 1e3 * shape_of(name).seconds(gpu, 16, 16, 16 * 1024, 16 * 1024)   # ms of a pass
+        in_turns = host + device
+        ahead = max(host, device)
+        print(f"{name}, H100, {host:g} ms of host, calculated: "
+              f"in turns {passes * in_turns / 1e3:.2f} s, busy {device / in_turns:.0%}; "
+              f"ahead {passes * ahead / 1e3:.2f} s, busy {device / ahead:.0%}")
 
 
 def fairness(args):
     """Who is admitted when: the example of its docstring."""
     model = GPT(GPTConfig(block_size=64, vocab_size=2, n_layer=1, n_head=1, n_embd=2))
     print("L is long, a to d are short; all arrive together, L first, and one runs at a time")
-    for text, policy, bound in ("first come, first served", "fcfs", 16), ("sjf", "sjf", 16), (
-            "sjf, 3 may overtake", "sjf", 3):
-        requests = [Request([1] * (20 if name == "L" else 1), 1, name=name) for name in "Labcd"]
-        trace = generate_prefix.generate(model, requests, max_batch=1, scheduler_class=partial(
-            FairScheduler, policy=policy, bound=bound))
-        print(f"{text:26}", *(name for each in trace.passes for name, _, _ in each.work))
+    rules = {"first come, first served": ("fcfs", 16), "sjf": ("sjf", 16),
+             "sjf, 3 may overtake": ("sjf", 3)}
+    for text, (policy, bound) in rules.items():
+        requests = [Request([1] * 20, 1, name="L")]
+        requests += [Request([1], 1, name=name) for name in "abcd"]
+        trace = generate_prefix.generate(
+            model, requests, max_batch=1,
+            scheduler_class=partial(FairScheduler, policy=policy, bound=bound))
+        admitted = [p.work[0][0] for p in trace.passes]   # names: one request is in a pass
+        print(f"{text:26}", *admitted)
 
 
 def speculative(args):
@@ -67,11 +75,20 @@ def speculative(args):
         requests = make_requests(prompts, tokenizer, max_new_tokens=64, temperature=t, seed=0)
         trace = guessing.generate(model, requests, batch, guesses=k)
         print(f"batch {batch}, temperature {t}, K = {k}: {len(trace.passes)} passes")
-    gpu, shape = gpu_of("a100"), shape_of("llama-2-7b")
-    for n in 1, 8, 32, 64, 256:   # requests with 512 keys; at least one token of each is sampled
-        one, five = [shape.seconds(gpu, r, r, 512 * r, 512 * n) - (r - n) * Engine().per_request
-                     for r in (n, 5 * n)]
-        print(f"Llama 2 7B, A100, calculated: batch {n}, K = 4: a pass x {five / one:.2f}")
+    for requests in 1, 8, 32, 64, 256:   # at least one token of each is sampled
+        times = pass_on_a100(requests, 5) / pass_on_a100(requests, 1)
+        print(f"Llama 2 7B, A100, calculated: batch {requests}, K = 4: a pass x {times:.2f}")
+
+
+def pass_on_a100(requests, rows):
+    """
+    Seconds of a pass in which each request, with 512 keys, has so many rows, and all their logits
+    are computed. The engine samples only one token of each.
+    """
+    slots = requests * rows
+    shape, gpu = shape_of("llama-2-7b"), gpu_of("a100")
+    seconds = shape.seconds(gpu, slots, slots, 512 * slots, 512 * requests)
+    return seconds - (slots - requests) * Engine().per_request
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -84,23 +101,33 @@ def rollout(args):
     set_threads(model)
     prompts = make_requests(read_prompts(PROMPTS)[:6], tokenizer, seed=0)
     models = [model]
-    while len(models) <= len(CHANGES):
+    for _ in CHANGES:
         models.append(trained(models[-1], prompts))
+    compare_modes(models, prompts)
+    count_wrong_answers(models, prompts)
+
+
+def compare_modes(models, prompts):
     rows = [("mode", "passes", "tokens computed", "over old keys")]
     for mode in "keep", "recompute", "wait":
         requests = answers(prompts)
-        t = totals(rollouts.generate(models, CHANGES, requests, mode, max_batch=16))
-        old = sum(map(over_old_keys, requests)) / t["generated"]
-        rows.append((mode, t["forward_passes"], t["slots"], f"{old:.0%}"))
-    print(f"{len(requests)} answers to {len(prompts)} prompts, {t['generated']:,} tokens; new "
+        trace = rollouts.generate(models, CHANGES, requests, mode, max_batch=16)
+        total = totals(trace)
+        old = sum(over_old_keys(request) for request in requests) / total["generated"]
+        rows.append((mode, total["forward_passes"], total["slots"], f"{old:.0%}"))
+    print(f"{len(requests)} answers to {len(prompts)} prompts, {total['generated']:,} tokens; new "
           f"weights at steps {CHANGES}\n{aligned(rows)}")
+
+
+def count_wrong_answers(models, prompts):
+    """Of requests that find pages of older weights."""
     requests = answers(prompts)
     with broken("the prefix cache outlives the weights"):
         rollouts.generate(models, CHANGES, requests, "wait", max_batch=16)
-    began = [request for request in requests if request.spans[-1][0] > 0]
-    wrong = sum(request.generated != alone(models, request) for request in began)
-    print(f"{wrong} of {len(began)} requests that began after a change get wrong tokens, and "
-          "nothing raises an error")
+    after_a_change = [request for request in requests if request.spans[-1][0] > 0]
+    wrong = sum(request.generated != alone(models, request) for request in after_a_change)
+    print(f"{wrong} of {len(after_a_change)} requests that began after a change get wrong tokens, "
+          "and nothing raises an error")
 
 
 def trained(model, requests):
@@ -116,19 +143,27 @@ def trained(model, requests):
 
 def answers(prompts):
     """Eight answers to each prompt, of 12 to 54 tokens."""
-    return [replace(request, temperature=1.0, eos_token=None, seed=100 * i + j,
-                    max_new_tokens=12 + 6 * ((3 * j + i) % 8), name=f"{request.name}.{j}")
-            for j in range(8) for i, request in enumerate(prompts)]
+    requests = []
+    for j in range(8):
+        for i, prompt in enumerate(prompts):
+            length = 12 + 6 * ((3 * j + i) % 8)
+            requests.append(replace(
+                prompt, temperature=1.0, eos_token=None, seed=100 * i + j, max_new_tokens=length,
+                name=f"{prompt.name}.{j}"))
+    return requests
 
 
 def over_old_keys(request):
     """How many of its tokens were sampled over keys of older weights."""
-    old, n, versions = 0, len(request.prompt), []   # n: tokens so far; versions: of their keys
+    old = 0
+    tokens = len(request.prompt)   # so far
+    versions = []                  # of their keys
     for version, first, end in request.spans:
         versions[first:] = [version] * (end - first)
-        if end == n:   # the next token is sampled; else part of a prompt, or computed again
-            old += min(versions) < version
-            n += 1
+        if end == tokens:   # the next token is sampled; else part of a prompt, or computed again
+            if min(versions) < version:
+                old += 1
+            tokens += 1
     return old
 
 
@@ -145,17 +180,25 @@ def sessions(args):
     model = GPT(GPTConfig(block_size=512, vocab_size=2, n_layer=1, n_head=1, n_embd=2))
     torch.set_num_threads(1)
     rows = [("pages", "keep", "by_session", "steps", "computed again")]
-    for pages, keep, first in (
+    for pages, keep, by_session in (
             (140, 0, False), (140, 0, True), (140, math.inf, False), (140, math.inf, True),
             (140, 30, True), (560, 0, False), (560, math.inf, False)):
-        asked = agents_at_work()
-        trace = agents.generate(model, asked, 16, 64, pages, keep=keep, by_session=first)
-        once = sum(len(each.turns[-1].tokens) - 1 for each in asked)   # the last is not computed
-        before = sum(len(turn.tokens) - 1 for each in asked for turn in each.turns[:-1])
-        again = (totals(trace)["slots"] - once) / before
-        rows.append((pages, keep, first, trace.passes[-1].step + 1, f"{again:.0%}"))
-    print(f"{len(asked)} sessions, {len(trace.requests)} turns; computed again: of what earlier "
+        running = agents_at_work()
+        trace = agents.generate(model, running, 16, 64, pages, keep=keep, by_session=by_session)
+        again = computed_again(running, trace)
+        rows.append((pages, keep, by_session, trace.passes[-1].step + 1, f"{again:.0%}"))
+    print(f"{len(running)} sessions, {len(trace.requests)} turns; computed again: of what earlier "
           f"turns had computed\n{aligned(rows)}")
+
+
+def computed_again(sessions, trace):
+    """The share of the tokens of earlier turns. The last token of a turn is not computed."""
+    once, by_earlier_turns = 0, 0
+    for session in sessions:
+        *earlier, last = [len(turn.tokens) - 1 for turn in session.turns]
+        once += last   # a turn's tokens begin with those of the turns before it
+        by_earlier_turns += sum(earlier)
+    return (totals(trace)["slots"] - once) / by_earlier_turns
 
 
 def agents_at_work():
@@ -165,46 +208,84 @@ def agents_at_work():
     def tokens(low, high):
         return [stream.randrange(2) for _ in range(stream.randint(low, high))]
 
-    return [agents.Session(
-        Request([i >> bit & 1 for bit in range(16)] + tokens(134, 234), stream.randint(8, 20),
-                arrival=i),
-        [(stream.randint(4, 20), tokens(5, 30), stream.randint(8, 20)) for _ in range(5)])
-        for i in range(24)]
+    sessions = []
+    for number in range(24):
+        own_beginning = [number >> bit & 1 for bit in range(16)]   # in binary
+        first = Request(own_beginning + tokens(134, 234), stream.randint(8, 20), arrival=number)
+        later = []
+        for _ in range(5):
+            pause, result = stream.randint(4, 20), tokens(5, 30)
+            later.append((pause, result, stream.randint(8, 20)))
+        sessions.append(agents.Session(first, later))
+    return sessions
 
 
 # --- hybrid ---------------------------------------------------------------------------------------
 
+CONFIG = GPTConfig(block_size=512, vocab_size=4, n_layer=4, n_head=1, n_embd=4)
+SYSTEM = 64           # tokens of the system prompt, with which every session begins
+FIRST, TURN = 128, 32   # tokens of a session's own in its first turn, and more in each further one
+SESSIONS, TURNS = 12, 5
+
+
 def hybrid(args):
     torch.set_num_threads(1)
-    config = GPTConfig(block_size=512, vocab_size=4, n_layer=4, n_head=1, n_embd=4)
     stream = random.Random(0)
+    prompts = [tokens_of(stream, 192) for _ in range(8)]
+    held = most_pages_held(prompts, window=32)
+    held_without = most_pages_held(prompts, window=CONFIG.block_size)
+    print(f"8 requests of 192 + 32 tokens, 4 layers: with 3 windows of 32, {held} pages held at "
+          f"most; without windows {held_without}")
+    system = tokens_of(stream, SYSTEM)
+    own = [tokens_of(stream, FIRST + (TURNS - 1) * TURN) for _ in range(SESSIONS)]
+    rows = [("found again, of", "a session's own", "the system prompt"),
+            ("least recently used", *found_again(system, own, passed_first=False)),
+            ("passed pages first", *found_again(system, own, passed_first=True))]
+    print(f"{SESSIONS} sessions in turn, {TURNS} times, in 350 pages\n{aligned(rows)}")
 
-    def tokens(number):
-        return [stream.randrange(4) for _ in range(number)]
 
-    prompts, held = [tokens(192) for _ in range(8)], []
-    for window in 32, config.block_size:
-        model, most = windows.Hybrid(config, window), []
-        with observed(model, lambda step, batch: most.append(
-                batch.pool.number - len(batch.pool.free_queue))):
-            windows.generate(model, [Request(prompt, 32) for prompt in prompts], pages=500)
-        held.append(max(most))
-    print(f"8 requests of 192 + 32 tokens, 4 layers: with 3 windows of 32, {held[0]} pages held at "
-          f"most; without windows {held[1]}")
-    rows = [("found again, of", "a session's own", "the system prompt")]
-    system, model = tokens(64), windows.Hybrid(config)
-    own = [tokens(128 + 4 * 32) for _ in range(12)]   # of a session: each turn takes 32 more
-    for passed_first in False, True:
-        requests = [Request(system + each[:128 + 32 * turn], 8, name=f"{i}, turn {turn}",
-                            arrival=12 * turn + i)
-                    for turn in range(5) for i, each in enumerate(own)]
-        trace = windows.generate(model, requests, 1, pages=350, passed_first=passed_first)
-        start = {}   # request -> the first token that it computes: those before were found
-        for name, first, _ in (part for each in trace.passes for part in each.work):
-            start.setdefault(name, first)
-        newcomers = [start[each.name] for each in requests[1:12]]
-        mine = [(max(start[each.name] - 64, 0), len(each.prompt) - 96) for each in requests[12:]]
-        rows.append(("passed pages first" if passed_first else "least recently used",
-                     f"{sum(n for n, _ in mine) / sum(n for _, n in mine):.0%}",
-                     f"{sum(newcomers) / (64 * 11):.0%}"))
-    print(f"12 sessions in turn, 5 times, in 350 pages\n{aligned(rows)}")
+def tokens_of(stream, number):
+    return [stream.randrange(CONFIG.vocab_size) for _ in range(number)]
+
+
+def most_pages_held(prompts, window):
+    model, held = windows.Hybrid(CONFIG, window), []
+
+    def count(step, batch):
+        held.append(batch.pool.number - len(batch.pool.free_queue))
+
+    with observed(model, count):
+        windows.generate(model, [Request(prompt, 32) for prompt in prompts], pages=500)
+    return max(held)
+
+
+def found_again(system, own, passed_first):
+    """
+    The share of what could be found in pages that was: of a session's own tokens in its later
+    turns, and of the system prompt in the first turns but one.
+    """
+    requests = []
+    for turn in range(TURNS):
+        for session in range(SESSIONS):
+            prompt = system + own[session][:FIRST + TURN * turn]
+            requests.append(Request(prompt, 8, name=f"{session}, turn {turn}",
+                                    arrival=SESSIONS * turn + session))
+    trace = windows.generate(windows.Hybrid(CONFIG), requests, 1, pages=350,
+                             passed_first=passed_first)
+    found = tokens_found(trace)
+    own_found, own_known = 0, 0
+    for request in requests[SESSIONS:]:
+        own_found += max(found[request.name] - SYSTEM, 0)
+        own_known += len(request.prompt) - SYSTEM - TURN   # the last TURN tokens are new
+    newcomers = requests[1:SESSIONS]
+    system_found = sum(found[request.name] for request in newcomers)
+    return f"{own_found / own_known:.0%}", f"{system_found / (SYSTEM * len(newcomers)):.0%}"
+
+
+def tokens_found(trace):
+    """{name: tokens before the first one that it computes}"""
+    found = {}
+    for p in trace.passes:
+        for name, first, _ in p.work:
+            found.setdefault(name, first)
+    return found
