@@ -30,7 +30,7 @@ from toolbox.trace import observed
 def main(essay, doc, argv=None):
     """Calls `essay`, one of the functions below, and exits. doc: its help's first paragraph"""
     name = f"beyond.{essay.__name__}"
-    p = flags.Parser(prog=f"python -m {name}", description=doc.strip().split("\n\n")[0])
+    p = flags.Parser(prog=f"python -m {name}", description=flags.first_paragraph(doc))
     if essay is speculative:
         p.add_argument("model", nargs="?", default="builtin", help="as for the stages")
         p.add_argument("prompts", nargs="?", help="a file of them (default: the built-in ones)")

@@ -208,6 +208,12 @@ def limits_memory(generate):
     return has_knob(generate, "max_kv_tokens") or has_knob(generate, "pages")
 
 
+def first_paragraph(doc):
+    """Of a docstring, for --help and a page: without the marks that only a document renders."""
+    text = doc.strip().partition("\n\n")[0]
+    return re.sub(r"\*(\w.*?)\*", r"\1", text, flags=re.DOTALL).replace("`", "")
+
+
 def say_ignored(args, names, where):
     for name in names:
         flag = "no_cache" if name == "use_cache" else name

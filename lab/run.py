@@ -152,10 +152,10 @@ def offers(args):
     """What a reader may do next."""
     flags_to_try = []
     if not args.page:
-        flags_to_try.append("--page run.html steps through this run")
+        flags_to_try.append("--page run.html")
     if not args.plot:
-        flags_to_try.append("--plot run.png draws it")
-    flags_to_try.append("--help lists the rest")
+        flags_to_try.append("--plot run.png")
+    flags_to_try.append("--help")
     return f"Next: {', '.join(flags_to_try)}; no batching knob changes a token"
 
 
@@ -219,7 +219,7 @@ def parser(doc, generate=None):
     doc: a script's docstring; the help shows its first paragraph.
     generate: the help shows the flags of this stage; None: those of all. Others are "ignored".
     """
-    p = flags.Parser(usage="%(prog)s [flags]", description=doc.strip().split("\n\n")[0],
+    p = flags.Parser(usage="%(prog)s [flags]", description=flags.first_paragraph(doc),
                      add_help=False)
     add_inputs(p.add_argument_group("what to generate"))
     flags.add_knobs(p, generate, flags.script_defaults(generate))

@@ -13,7 +13,7 @@ LOOKS = [(theme, width) for theme in ("light", "dark") for width in (1280, 390, 
 
 
 def faults(chrome):
-    """What axe-core calls serious or critical."""
+    """What axe-core calls serious or critical, and what lies in no landmark."""
     found = {}
     for theme, width in LOOKS:
         chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {
@@ -22,7 +22,7 @@ def faults(chrome):
         chrome.execute_script("""return Promise.allSettled(
             document.getAnimations().map(({finished}) => finished))""")   # colours on their way
         for each in Axe().run(chrome)["violations"]:
-            if each["impact"] in ("serious", "critical"):
+            if each["impact"] in ("serious", "critical") or each["id"] == "region":
                 found[each["id"], theme, width] = [node["html"][:90] for node in each["nodes"]]
     chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     return found
@@ -50,6 +50,9 @@ def test_the_live_page(chrome):
     from test_server import serving
     with serving() as running:
         chrome.get(running.url)
+        running.until(lambda: chrome.execute_script("return hello && $('first')"))
+        assert faults(chrome) == {}
+        chrome.execute_script("$('first').click()")
         running.until(lambda: chrome.execute_script("return view !== null"))
         chrome.execute_script("$('speed').value = 0; $('speed').onchange()")
         running.until(lambda: chrome.execute_script(

@@ -60,6 +60,7 @@ def test_each_script_with_its_defaults(stage):
     assert re.search(r"^  limits  +(max_batch (4|12)|one request)", out, re.M)
     assert out.count("\n  buys ") == out.count("\n> ") == (stage is not prepacked)
     assert "throughput" in out and further.startswith("Next: ") and "no batching knob" in further
+    assert len(further) < 80   # a terminal's line
     done = [line.split(":")[0] for line in err.splitlines()]   # plain progress
     assert sorted(done) == sorted(f"r{i}" for i in range(12))
 
@@ -255,12 +256,19 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
     name = json.loads((tmp_path / "x.json").read_text())["stage"]
-    first_line = stage.__doc__.strip().splitlines()[0].replace("`", "")[:30]
+    first_line = stage.__doc__.strip().splitlines()[0].replace("`", "").replace("*", "")[:80]
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
     assert first_line in page and f'"name":"{name}"' in page
     assert ('"policy":"sjf"' in page) == (stage is generate_prefix)
     for path, how in ("x.json", "JSON"), ("x.png", "a picture"), ("x.html", "for a browser"):
         assert f"wrote {tmp_path / path}, {how}\n" in out
+
+
+def test_help_shows_no_marks_of_a_document():
+    text = captured(as_program, "generate_dynamic", "--help")[1]
+    assert "calls it continuous batching: requests" in " ".join(text.split())
+    assert flags.first_paragraph("Two `a` are 2 * 3 * x, *so\nto say*: y.\n\n*z*") == (
+        "Two a are 2 * 3 * x, so\nto say: y.")
 
 
 def test_next_does_not_offer_what_was_just_done(tmp_path):

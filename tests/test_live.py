@@ -77,7 +77,11 @@ def test_in_a_browser_tokens_appear_and_no_prompt_becomes_html(chrome):
     script = chrome.execute_script
     with serving() as running:
         chrome.get(running.url)
-        running.until(lambda: script("return requests.size") == 12)   # a first visit sends a dozen
+        # a visit sends nothing unasked: others may be waiting
+        running.until(lambda: script("return hello && document.getElementById('first')"))
+        assert script("return requests.size") == 0 == len(running.server.live.asked)
+        script("$('first').click()")
+        running.until(lambda: script("return requests.size") == 12)
         assert script("return $('speed').value") == "0.1"
 
         def chunks():   # of the long prompt, beside others that decode

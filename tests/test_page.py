@@ -851,6 +851,11 @@ def test_many_tokens_are_computed_a_stage_at_a_time_and_the_page_says_so(show):
     assert shown.texts("#note") == [""]
 
 
+def test_a_timeline_says_of_which_stage_it_is(show):
+    names = show(OWN + "&beside=ragged").texts("canvas", "ariaLabel")
+    assert [name.split(":")[0] for name in names] == ["paged", "ragged"]
+
+
 def test_a_badge_lies_on_no_number(show):
     """Of the axis: it is left out there."""
     lies = show("run=dynamic&ms=100").run("""

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from lab.checks.check import summary
+from lab.flags import first_paragraph
 from lab.loading.load import word
 from lab.simulate.hardware import GPUS, MODELS, TILE, constants
 from lab.views.plots import COLORS, KEYS, NAMES
@@ -126,7 +127,7 @@ def check_data(recorder, calculated):
 def idea(generate):
     """The first line of a stage's docstring, e.g. "Stage 6: paged memory. ..."."""
     module = sys.modules[inspect.unwrap(getattr(generate, "func", generate)).__module__]
-    return (module.__doc__ or "").strip().partition("\n")[0].replace("`", "")
+    return first_paragraph(module.__doc__ or "").partition("\n")[0]
 
 
 def place(model):

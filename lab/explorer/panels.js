@@ -95,7 +95,7 @@ function drawTimeline(view) {
   const named = high > 8 && !view.bare;
   const labels = named || (state.own && !view.bare) ? Math.max(36, 8 + 7 * letters) : 0;   // pixels
   const canvas = element("canvas", {
-    ariaLabel: `every request in each of ${plural(run.steps.length, "step")}`});
+    ariaLabel: `${run.name}: every request in each of ${plural(run.steps.length, "step")}`});
   canvas.setAttribute("role", "img");
   view.cursor = element("div", {className: "cursor"});
   view.box = element("div", {className: "box"}, canvas, view.cursor);

@@ -96,7 +96,8 @@ function draw() {
     const there = running + waiting.length;
     $("views").replaceChildren(soft(there ? `${number(running)} running, ${number(waiting.length)} waiting: they are drawn `
       + `from their next step on${paused ? ", when you go on" : ""}.`
-      : "Nothing has run while this page was open. Send a prompt, or a dozen."));
+      : "Nothing has run while this page was open. Send a prompt above, or"),
+      ...there ? [] : [element("button", {id: "first", onclick: sendDozen}, "send a dozen prompts, to see it work")]);
     return;
   }
   if (!view) layOut();
@@ -175,7 +176,6 @@ function hear(message) {
     const {model, knobs, pool, place} = message;
     $("about").textContent = `${model}: at most ${knobs.max_batch} requests run, ${knobs.token_budget} tokens a step, `
       + `${plural(pool.pages, "page")} of ${knobs.page_size}; ${place}`;
-    greet();
   }
   if ("pace" in message) {
     ({pace, paused} = message);
@@ -214,18 +214,6 @@ async function sendDozen() {             // slowly, if nobody else would have to
   if (!running && !waiting.length && !touched && !paused) await control({pace: 0.1});
   const line = `# ${1000 + Math.floor(9000 * Math.random())}\n`;   // or all is in the cache
   return ask(hello.dozen.prompt.map(prompt => line + prompt), say, hello.dozen.most);
-}
-
-async function greet() {                 // a first visit to a server that has nothing to do
-  try {
-    if (localStorage.visited) return;
-    localStorage.visited = "yes";
-  } catch {
-    return;                              // this browser keeps nothing, so every visit would be the first
-  }
-  await new Promise(resolve => setTimeout(resolve, 500));   // until it has told of what runs
-  if (requests.size) return;
-  if (await sendDozen()) say("A dozen prompts were sent, a long one among them. Send yours beside them.");
 }
 
 const ENDS = {stop: "done: the model ended it", length: "done: it has as many tokens as were asked for",
