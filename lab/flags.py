@@ -162,17 +162,25 @@ def given_knobs(args):
 def knobs_of(generate, knobs):
     """
     The knobs that a stage has, as a dict, and the names of the others. A policy becomes the
-    `scheduler_class` that has it. These share prefixes, so paged, which does not, has no policy.
+    `scheduler_class` that has it.
     """
-    has = inspect.signature(generate).parameters
-    mine = {name: value for name, value in knobs.items() if name in has}
-    others = [name for name in knobs if name not in has]
-    takes = has.get("scheduler_class")
-    if "policy" in others and takes and takes.default != PagedScheduler:
-        from beyond.fairness import SCHEDULERS  # only then is it needed
-        mine["scheduler_class"] = SCHEDULERS[knobs["policy"]]
-        others.remove("policy")
-    return mine, others
+    parameters = inspect.signature(generate).parameters
+    own, others = {}, []
+    for name, value in knobs.items():
+        if name in parameters:
+            own[name] = value
+        elif name == "policy" and takes_policy(parameters):
+            from beyond.fairness import SCHEDULERS  # only then is it needed
+            own["scheduler_class"] = SCHEDULERS[value]
+        else:
+            others.append(name)
+    return own, others
+
+
+def takes_policy(parameters):
+    """The schedulers that have a policy share prefixes, so paged, which does not, has none."""
+    takes = parameters.get("scheduler_class")
+    return takes is not None and takes.default != PagedScheduler
 
 
 def has_knob(generate, knob):
