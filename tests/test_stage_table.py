@@ -117,6 +117,21 @@ def test_the_figures_of_a_run_by_hand():
     assert "buys" in stage_table.stage_table("unbatched", one, config, {})   # also without a gap
 
 
+@pytest.mark.parametrize("before, after, buys, costs", [   # 4% is told, less is not
+    (104, 100, ["passes"], []), (103, 100, [], []), (100, 104, [], ["passes"]),
+    (100, 103, [], []), (100, 100, [], []), (0, 1, [], []), (0, 2, [], ["passes"])])
+def test_a_small_change_is_not_told(before, after, buys, costs):
+    """Of what shall be few; of requests at once, more is better."""
+    rest = [7, 7, 7]
+    words = f"{before} -> {after} "
+    assert stage_table.changes([before, *rest, 9], [after, *rest, 9]) == (
+        [words + name for name in buys], [words + name for name in costs])
+    if before:
+        told = f"{before} -> {after} requests at once"
+        assert stage_table.changes([9, *rest, before], [9, *rest, after]) == (
+            [told] * len(costs), [told] * len(buys))
+
+
 # --- limits ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("stage, given, limits", [

@@ -25,7 +25,7 @@ import generate_paged
 import generate_prefix
 import generate_ragged
 from generate_prefix import PrefixScheduler
-from lab.flags import knobs_of
+from lab.flags import has_knob, knobs_of
 from lab.loading.arrivals import Source
 from lab.simulate.hardware import Engine, GiB, constants, seconds
 from lab.simulate.loop import serve
@@ -93,12 +93,13 @@ class CalculatedModel:
 def counted(batch):
     """(slots, sampled tokens, scores, keys, copied bytes) of a pass over the layout `batch`."""
     cost = batch.cost()
-    # read: past and new keys of the rows that go on (n is 0 once a row has finished)
-    keys = sum(start + n for (_, n), start in zip(batch.plan, batch.starts) if n)
+    keys = cost.get("padded_keys", 0)
+    for (_, n), start in zip(batch.plan, batch.starts):
+        if n > 0:   # else the row has finished
+            keys += start + n
     # a GPU's kernel reads pages through the block table, and copies none
     copied = 0 if hasattr(batch, "pool") else cost.get("copied_bytes", 0)
-    return (batch.tokens.numel(), len(batch.sampled), cost["score_entries"],
-            keys + cost.get("padded_keys", 0), copied)
+    return batch.tokens.numel(), len(batch.sampled), cost["score_entries"], keys, copied
 
 
 def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engine(), **knobs):
@@ -123,8 +124,9 @@ def simulate(shape, gpu, generate, requests, times=None, clients=0, engine=Engin
     for record, (start, took, _) in zip(trace.passes, model.passes):
         record.seconds = took   # not this machine's
         trace.step_times.setdefault(record.step, start)
-    for request in trace.requests if in_steps else ():
-        request.arrived = trace.arrived(request)   # when that step began
+    if in_steps:
+        for request in trace.requests:
+            request.arrived = trace.arrived(request)   # when that step began
     return trace
 
 
@@ -161,12 +163,16 @@ def with_memory(shape, gpu, generate, longest, knobs):
              hold one in each row
     """
     room = shape.room(gpu)
-    fit = {"pages": room // knobs.get("page_size", 16), "max_kv_tokens": room,
-           "max_batch": room // longest}
-    limit = next(iter(knobs_of(generate, fit)[0]), "max_batch")   # unbatched has one row
-    if knobs.get(limit, 1) > fit[limit]:
+    if has_knob(generate, "pages"):
+        limit, most = "pages", room // knobs.get("page_size", 16)
+    elif has_knob(generate, "max_kv_tokens"):
+        limit, most = "max_kv_tokens", room
+    else:   # unbatched has one row
+        limit, most = "max_batch", room // longest
+    asked = knobs.get(limit, 1)
+    if asked > most:
         raise ValueError(f"the GPU's {gpu.memory / GiB:g} GiB have room for {room:,} tokens: "
-                         f"--{limit} must be at most {fit[limit]:,}, not {knobs.get(limit, 1):,}")
-    defaults = DEFAULTS | {limit: min(fit[limit], DEFAULTS.get(limit, room))}
-    mine, ignored = knobs_of(generate, defaults | knobs)
-    return mine, [name for name in ignored if name in knobs]
+                         f"--{limit} must be at most {most:,}, not {asked:,}")
+    defaults = DEFAULTS | {limit: min(most, DEFAULTS.get(limit, most))}
+    own, ignored = knobs_of(generate, defaults | knobs)
+    return own, [name for name in ignored if name in knobs]

@@ -84,13 +84,26 @@ class Shape:
 
     # weights of one rank: of all blocks, of the last projection, and all
 
-    blocks = property(lambda self: self.n_layer * self.n_embd * (
-        2 * self.head_size * (self.n_head + self.n_kv_head)
-        + self.ffn_matrices * self.ffn) // self.tp)
-    vocabulary = property(lambda self: self.n_embd * self.vocab_size)
-    weights = property(lambda self: self.blocks + self.vocabulary * (2 - self.tied))
-    kv_bytes = property(lambda self: (   # keys and values of a token
-        2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp))
+    @property
+    def blocks(self):
+        heads = 2 * self.n_head + 2 * self.n_kv_head   # queries, c_proj; keys, values
+        attention = heads * self.n_embd * self.head_size
+        mlp = self.ffn_matrices * self.n_embd * self.ffn
+        return self.n_layer * (attention + mlp) // self.tp
+
+    @property
+    def vocabulary(self):
+        return self.n_embd * self.vocab_size
+
+    @property
+    def weights(self):
+        matrices = 1 if self.tied else 2   # the embedding, and an output head of its own
+        return self.blocks + matrices * self.vocabulary
+
+    @property
+    def kv_bytes(self):
+        """Of the keys and values of a token."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_size * self.size // self.tp
 
     def seconds(self, gpu, *counts):
         """Of a pass, with the engine that is the default; counts: see `seconds`."""
@@ -111,17 +124,26 @@ MODELS = {name: Shape(*sizes) for name, sizes in SHEETS["models"].items()}
 @lru_cache
 def constants(shape, gpu, engine=Engine()):
     """Plain numbers for `seconds`: all are seconds."""
-    flop = 1 / (SHARES[gpu.hopper] * (gpu.peak if shape.size == 2 else gpu.peak32))
+    peak = gpu.peak if shape.size == 2 else gpu.peak32
+    flop = 1 / (SHARES[gpu.hopper] * peak)
     byte = 1 / (BANDWIDTH_SHARE * gpu.bandwidth)
-    reduces = 2 * shape.n_layer * (shape.tp > 1)
+    key_byte = byte if gpu.hopper else 1 / (engine.keys * gpu.bandwidth)
+    features = shape.n_layer * shape.n_head * shape.head_size // shape.tp   # of a token's queries
+    reduces = 2 * shape.n_layer if shape.tp > 1 else 0
     sent = 2 * (shape.tp - 1) / shape.tp * shape.n_embd * shape.size   # of a slot, by a ring
     return SimpleNamespace(
-        row=2 * shape.blocks * flop, sample=2 * shape.vocabulary * flop,   # arithmetic
-        score=4 * shape.n_layer * shape.n_head * shape.head_size // shape.tp * flop,
-        weights=shape.blocks * shape.size * byte,                          # reading
+        # arithmetic
+        row=2 * shape.blocks * flop,
+        sample=2 * shape.vocabulary * flop,
+        score=4 * features * flop,
+        # reading
+        weights=shape.blocks * shape.size * byte,
         vocabulary=shape.vocabulary * shape.size * byte,
-        key=shape.kv_bytes * (byte if gpu.hopper else 1 / (engine.keys * gpu.bandwidth)),
-        byte=byte, slot=reduces * sent / (LINK_SHARE * gpu.link), per_request=engine.per_request,
+        key=shape.kv_bytes * key_byte,
+        byte=byte,
+        # the engine
+        slot=reduces * sent / (LINK_SHARE * gpu.link),
+        per_request=engine.per_request,
         overhead=engine.overhead + reduces * engine.all_reduce)
 
 
@@ -131,10 +153,11 @@ def seconds(c, slots, sampled, scores, keys, copied=0):
     copied bytes: what a layout counts. A copy is a read and a write. c: see `constants`.
     """
     arithmetic = (slots + TILE) * c.row + sampled * c.sample + scores * c.score
-    reading = (c.weights + (c.vocabulary if sampled else 0) + (keys + slots) * c.key
-               + 2 * copied * c.byte)
-    return (math.hypot(arithmetic, reading) + c.overhead + c.per_request * sampled
-            + c.slot * slots)
+    reading = c.weights + (keys + slots) * c.key + 2 * copied * c.byte
+    if sampled:
+        reading += c.vocabulary
+    engine = c.overhead + c.per_request * sampled + c.slot * slots
+    return math.hypot(arithmetic, reading) + engine
 
 
 def gpu_of(text):

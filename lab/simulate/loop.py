@@ -47,11 +47,15 @@ def serve(scheduler, source, shape, gpu, engine):
             queue(now)
         plan = scheduler.schedule(len(passes))
         passes.append(len(scheduler.running))
-        spans = [(n, request.computed + n) for request, n in plan]
+        slots, keys, scores = 0, 0, 0
+        for request, n in plan:
+            end = request.computed + n
+            slots += n
+            keys += end
+            scores += n * end
         sampled = [plan[i][0] for i in indices_due(plan)]
-        before, now = now, now + seconds(
-            price, sum(n for n, _ in spans), len(sampled), sum(n * end for n, end in spans),
-            sum(end for _, end in spans))
+        before = now
+        now += seconds(price, slots, len(sampled), scores, keys)
         scheduler.update(plan, [0] * len(sampled))
         for request in sampled:
             request.token_times.append(now)
