@@ -76,7 +76,9 @@ class Rectangle:
             if start:                                               # a newcomer has no past
                 past = request.kv.read(layer, start)
                 past_k[b, :, P - start:], past_v[b, :, P - start:] = past
-        out = head(q, k, v, past_k, past_v, self.mask)
+        # The same holds for the new columns' pads: their values may have overflowed.
+        hidden = ~self.mask[..., P:].transpose(-2, -1)              # (B, 1, T, 1)
+        out = head(q, k, v.masked_fill(hidden, 0.0), past_k, past_v, self.mask)
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
             new = k[b, :, T - n:], v[b, :, T - n:]                  # each row without its padding
             request.kv.write(layer, start, *new)

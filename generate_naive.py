@@ -3,7 +3,9 @@ Stage 1: static batching. Pad the prompts into one rectangle, decode until the l
 
 Padding goes on the left, so that every row's next token comes from the last column. Each row counts
 its positions from its own first token. A mask hides the pads from every token, so what a pad
-computes is never read.
+computes is never read. A pad itself sees nothing, so in float16 its state may overflow where every
+token's is finite: its values become zeros, because a hidden key has weight 0, and 0 times inf is
+NaN.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d  -  -         .   pad
@@ -63,7 +65,8 @@ class StaticBatch:
         self.wanted = (torch.tensor(due, device=device), -1)        # the last column of these rows
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
-        self.kv.write(layer, self.start, k, v)
+        hidden = ~self.mask[..., self.start:].transpose(-2, -1)     # (B, 1, T, 1), the new columns
+        self.kv.write(layer, self.start, k, v.masked_fill(hidden, 0.0))
         return head(q, *self.kv.read(layer, self.end), mask=self.mask)
 
     def cost(self):

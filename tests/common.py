@@ -175,6 +175,34 @@ def looks_up(token, number, model):
     return model
 
 
+@torch.inference_mode()
+def overflows_for_pads():
+    """
+    A float16 model whose first layer ends with 20,000 in feature 0 of each token, and inf in that
+    of a pad: attention takes 60,000 away again, but a pad attends to nothing.
+    """
+    model = toy(n_embd=8, n_head=2, n_layer=2, dtype=torch.float16)
+    attention, mlp = model.h[0].attn, model.h[0].mlp
+    attention.value.weight[0] = 0.0
+    attention.value.bias[0] = 1.0
+    attention.c_proj.weight[0] = 0.0
+    attention.c_proj.weight[0, 0] = -60_000.0
+    attention.c_proj.bias[0] = 60_000.0
+    mlp.c_proj.weight[0] = 0.0
+    mlp.c_proj.bias[0] = 20_000.0
+    return model
+
+
+def assert_a_pad_may_overflow(generate, **knobs):
+    """Prompts of different lengths, each with the tokens that it gets alone."""
+    model = overflows_for_pads()
+    prompts = [1], [2, 3], [4, 5, 6, 7]
+    requests = [Request(list(prompt), 4) for prompt in prompts]
+    right = [alone(model, request)[0] for request in requests]
+    generate(model, requests, **knobs)
+    assert [request.generated for request in requests] == right
+
+
 def assert_names_the_bad_one(generate, **knobs):
     """Where one of several prompts gives NaN, the error names it, and no other has lost a token."""
     model = looks_up(VOCAB - 1, math.nan, toy())

@@ -224,6 +224,13 @@ def test_a_pad_is_the_first_token_of_its_own_row(stage):
     assert len({*pads}) > 1 and all(pad == token for pad, token in pads)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pad_may_overflow_where_every_token_is_finite(stage):
+    """A pad sees no key, so its state is no token's. Its value must not reach a sum."""
+    common.assert_a_pad_may_overflow(
+        STAGES[stage], **knobs_of(stage, max_batch=3, token_budget=20))
+
+
 def test_what_overflows():
     """16 x 100 x 100 does, in float16; a quarter of it, the score, does not. No value is lost."""
     q, v = torch.full((1, 16), 100.0).half(), torch.eye(2, 16).half()

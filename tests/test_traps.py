@@ -15,6 +15,7 @@ from common import (
     RAGGED,
     ROOT,
     STAGES,
+    assert_a_pad_may_overflow,
     assert_contract,
     assert_seen,
     backend,
@@ -45,7 +46,7 @@ STAGE = {   # a file, or a function: the stages in which its bugs are looked for
 LOOKED_FOR_IN = {"an assumed token names a page": "beyond/ahead.py"}
 UNDO = "generate_prefix.py:PrefixScheduler.undo"
 ERRORS = {   # those that an error may show before any comparison does, and what it says
-    "NaN for a query without keys": "the model's logits are not finite",
+    "values of new pads reach the sum": "the model's logits are not finite",
     "pads of the past are not zeros": "the model's logits are not finite",
     "a poisoned null page": "the model's logits are not finite",
     "caches in packed order": "tokens cannot take tokens",
@@ -53,6 +54,28 @@ ERRORS = {   # those that an error may show before any comparison does, and what
     "no end at the context limit": "index out of range",
     "admits what can never fit": "nothing can go on",
     "all of a prompt is found": "nothing can go on"}
+
+
+def a_query_without_keys_yields_zeros():
+    """Head alone promises it: the rectangles give pads values of zero, whatever Head yields."""
+    q, k, v = torch.ones(3, 2, 4)
+    mask = torch.tensor([[False, False], [True, True]])
+    assert torch.equal(Head()(q, k, v, mask=mask), torch.tensor([[0.0] * 4, [1.0] * 4]))
+
+
+def pads_may_overflow():
+    for stage in ("naive", "dynamic", "chunked", "interleaved"):
+        assert_a_pad_may_overflow(STAGES[stage], **knobs_of(stage, max_batch=3, token_budget=20))
+
+
+JUDGES = {   # of traps that no drawn workload shows
+    "NaN for a query without keys": a_query_without_keys_yields_zeros,
+    "values of new pads reach the sum": pads_may_overflow}
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_the_judge_of_a_known_bug_passes_without_it(name):
+    JUDGES[name]()
 
 
 @pytest.mark.parametrize("name", TRAPS)
@@ -82,7 +105,9 @@ def test_a_known_bug_is_seen(name):
     def essay(case):
         ESSAYS[file][1](*case)
 
-    if file in ESSAYS:
+    if name in JUDGES:
+        error = assert_seen(with_the_bug(JUDGES[name]))
+    elif file in ESSAYS:
         error = assert_seen(essay, ESSAYS[file][0])
     elif function == UNDO:
         error = assert_seen(failed_passes, workloads(), test_paging.EVENTS)

@@ -17,7 +17,7 @@ from lab.checks.edits import EditError, put_in
 # Functions are named, not imported, so that this table depends on none of them.
 HEAD = "model.py:Head.forward"
 APPEND = "request.py:Request.append"
-STATIC = "generate_naive.py:StaticBatch.lay_out"
+STATIC, COLUMNS = (f"generate_naive.py:StaticBatch.{name}" for name in ("lay_out", "attend"))
 RECTANGLE, GATHER = (f"generate_dynamic.py:Rectangle.{name}" for name in ("lay_out", "attend"))
 PACKED, UNPACK = (f"beyond/prepacked.py:Packed.{name}" for name in ("lay_out", "attend"))
 SCHEDULE, UPDATE = (f"scheduler.py:Scheduler.{name}" for name in ("schedule", "update"))
@@ -38,7 +38,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "no causal rule in a chunk": [
         (HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=S - T if S == T else S)")],
     "causal rule from the top left": [(HEAD, ".tril(diagonal=S - T)", ".tril(diagonal=0)")],
-    "NaN for a query without keys": [   # a pad's, which is its value in the next layer
+    "NaN for a query without keys": [   # a pad's, where nothing zeroes its value in the next layer
         (HEAD, "weights.masked_fill(~see.any(dim=-1, keepdim=True), 0.0)", "weights")],
     "neighbours in a packed row": [
         (PACKED, "(owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)",
@@ -74,6 +74,9 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "pads of the past are not zeros": [   # uninitialised memory may hold NaN, and 0 * NaN is NaN
         (GATHER, "t.new_zeros(*t.shape[:-2], P, t.size(-1))",
          "t.new_full((*t.shape[:-2], P, t.size(-1)), float('nan'))")],
+    "values of new pads reach the sum": [   # a pad's state may overflow, and 0 * inf is NaN
+        (COLUMNS, "v.masked_fill(hidden, 0.0)", "v"),
+        (GATHER, "v.masked_fill(hidden, 0.0)", "v")],
     "caches in packed order": [
         (PACKED, "zip(*self.places)", "zip(*self.places)\n        self.places.sort()")],
     "one-token prompts are lost": [   # as if a prompt were a run of rising positions
