@@ -51,14 +51,24 @@ FLAGS = {
 
 def workload(name, vocab_size, quick=False):
     """The requests of W1, W2 or W3, always the same. quick: a quarter, also of W3's answers."""
-    rng = random.Random(name)   # 2 ** uniform: as many short ones as long ones
-    draw = {"W1": lambda: (round(2 ** rng.uniform(3, 9)), round(2 ** rng.uniform(3, 7))),
-            "W2": lambda: (rng.randint(1, 512), 1),
-            "W3": lambda: (16, rng.randint(32, 256) // (4 if quick else 1))}[name]
-    sizes = [draw() for _ in range(64 if name == "W2" else 32)]
-    requests = [Request([rng.randrange(vocab_size) for _ in range(prompt)], new, name=f"r{i}")
-                for i, (prompt, new) in enumerate(sizes)]
-    return requests[:len(requests) // 4] if quick else requests
+    rng = random.Random(name)
+    number = 64 if name == "W2" else 32
+    sizes = [drawn_size(name, rng, quick) for _ in range(number)]   # all before any token
+    requests = []
+    for i, (prompt, answer) in enumerate(sizes):
+        tokens = [rng.randrange(vocab_size) for _ in range(prompt)]
+        requests.append(Request(tokens, answer, name=f"r{i}"))
+    return requests[:number // 4] if quick else requests
+
+
+def drawn_size(name, rng, quick):
+    """(tokens of a prompt, of an answer). 2 ** uniform: as many short ones as long ones."""
+    if name == "W1":
+        return round(2 ** rng.uniform(3, 9)), round(2 ** rng.uniform(3, 7))
+    if name == "W2":
+        return rng.randint(1, 512), 1
+    answer = rng.randint(32, 256)
+    return 16, answer // 4 if quick else answer
 
 
 def random_model(quick=False):

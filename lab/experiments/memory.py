@@ -7,7 +7,6 @@ What pages are worth.
 import random
 import statistics
 from contextlib import contextmanager
-from dataclasses import replace
 
 import generate_prefix
 from lab.checks.check import run
@@ -23,8 +22,10 @@ from toolbox.trace import observed
 def storm(model):
     """Memory for 128 tokens, reserved or in pages: {"reserve": trace, "pages": trace}."""
     vocab = model.config.vocab_size
-    requests = [Request([(5 * i + 3 * j) % vocab for j in range(6)], 26, name=name, priority=i // 4)
-                for i, name in enumerate("ABCDEFGH")]
+    requests = []
+    for i, name in enumerate("ABCDEFGH"):
+        prompt = [(5 * i + 3 * j) % vocab for j in range(6)]
+        requests.append(Request(prompt, 26, name=name, priority=i // 4))
 
     knobs = {"max_kv_tokens": 128, "pages": 16, "page_size": 8}
     traces = {}
@@ -37,9 +38,12 @@ def storm(model):
 def alike(vocab_size, requests=16, prefix=128, tail=16, new=16):
     """Requests whose prompts begin with the same tokens, as with one system prompt."""
     stream = random.Random(0)
-    common = [stream.randrange(vocab_size) for _ in range(prefix)]
-    return [Request(common + [stream.randrange(vocab_size) for _ in range(tail)], new, name=f"r{i}")
-            for i in range(requests)]
+
+    def tokens(number):
+        return [stream.randrange(vocab_size) for _ in range(number)]
+
+    common = tokens(prefix)
+    return [Request(common + tokens(tail), new, name=f"r{i}") for i in range(requests)]
 
 
 @contextmanager
@@ -48,10 +52,10 @@ def watch(model):
     seen = []
 
     def look(step, batch):
+        tables = {request.name: list(request.block_table) for request, _ in batch.plan}
         cached = getattr(batch.pool, "hash_of", {})   # of paged: none can be found again
-        seen.append({"tables": {request.name: list(request.block_table)
-                                for request, _ in batch.plan},
-                     "cached": cached.keys() & {*batch.pool.free_queue},
+        free = {*batch.pool.free_queue}
+        seen.append({"tables": tables, "cached": cached.keys() & free,
                      "number": batch.pool.number})
 
     with observed(model, look):
@@ -60,8 +64,9 @@ def watch(model):
 
 def filling_pool(model):
     """What the picture of a pool shows: eight prompts that begin alike, in a small pool."""
-    requests = [replace(request, name="ABCDEFGH"[i], arrival=i) for i, request in enumerate(
-        alike(model.config.vocab_size, 8, prefix=20, tail=7, new=14))]
+    requests = alike(model.config.vocab_size, 8, prefix=20, tail=7, new=14)
+    for i, (request, name) in enumerate(zip(requests, "ABCDEFGH")):
+        request.name, request.arrival = name, i
     with watch(model) as seen:
         generate_prefix.generate(model, requests, max_batch=5, token_budget=32, pages=32,
                                  page_size=4)

@@ -107,24 +107,30 @@ def show(table):
 
 def markdown(table):
     kinds = ["---"] * table.words + ["---:"] * (len(table.head) - table.words)
-    return "".join("| " + " | ".join(map(str, line)) + " |\n"
-                   for line in (table.head, kinds, *table.rows))
+    lines = [table.head, kinds, *table.rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def text_of(make, *files):
     """Tables of these results; in small print where, when and how the last were measured."""
-    found = []
+    results = []
     for file in files:
-        figures = load(file)
-        found += figures if isinstance(figures, list) else [figures]
-    made = make(*found)
-    made = [made] if isinstance(made, Table) else made
-    commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in found)
-    below = made[0].small_print.format(where=found[-1]["where"], how=made[0].how,
-                                       commands=", ".join(commands), **found[-1]["measured"])
-    return "\n".join(map(markdown, made)) + f"\n<sub>{below}</sub>\n"
+        contents = load(file)
+        results += contents if isinstance(contents, list) else [contents]
+    tables = make(*results)
+    if isinstance(tables, Table):
+        tables = [tables]
+    first, last = tables[0], results[-1]
+    commands = dict.fromkeys(f"`{result['measured']['command']}`" for result in results)
+    small_print = first.small_print.format(where=last["where"], how=first.how,
+                                           commands=", ".join(commands), **last["measured"])
+    return "\n".join(map(markdown, tables)) + f"\n<sub>{small_print}</sub>\n"
 
 
 def renewed(text, tables):
     """A page's text with its tables made anew. tables: {name: (what makes it, its results)}"""
-    return MARKED.sub(lambda found: found[1] + text_of(*tables[found[2]]) + found[3], text)
+    def table_between(match):
+        begin, name, end = match.groups()
+        return begin + text_of(*tables[name]) + end
+
+    return MARKED.sub(table_between, text)

@@ -43,8 +43,10 @@ def limits(name, model):
 
 def one_step(model):
     """Three decodes and a prefill chunk, as a rectangle and as a flat stream: {title: Sight}."""
-    requests = [Request([(5 * i + 3 * j) % 64 for j in range(n)], 4, name=name)
-                for i, (name, n) in enumerate(zip("ABCD", (4, 2, 1, 6)))]
+    requests = []
+    for i, (name, length) in enumerate({"A": 4, "B": 2, "C": 1, "D": 6}.items()):
+        prompt = [(5 * i + 3 * j) % 64 for j in range(length)]
+        requests.append(Request(prompt, 4, name=name))
     stages = {"interleaved: rectangle": "interleaved", "ragged, mask: flat stream": "ragged, mask"}
     return {title: sights_at(STAGES[stage], model, requests, step=1, token_budget=7)[0]
             for title, stage in stages.items()}
@@ -52,7 +54,8 @@ def one_step(model):
 
 def some_prompts(model):
     """Five prompts of different lengths in packed rows: a Sight."""
-    requests = [Request([1] * n, 1, name=name) for name, n in zip("ABCDE", (9, 3, 5, 1, 6))]
+    lengths = {"A": 9, "B": 3, "C": 5, "D": 1, "E": 6}
+    requests = [Request([1] * length, 1, name=name) for name, length in lengths.items()]
     return sights_at(STAGES["prepacked"], model, requests, step=0)[0]
 
 

@@ -60,11 +60,11 @@ def panel(sight, ids, looks, label):
         else:
             cells.append(cells_of(sight, looks[id], columns, past_pads, past))
 
-    def name(id):
-        return "·" if id == PAD else label(*token_of[id])
+    def names(ids):
+        return ["·" if id == PAD else label(*token_of[id]) for id in ids]
 
     owners = dict.fromkeys(token_of[id][0].name for id in queries)
-    return Panel(" ".join(owners), [name(id) for id in ids], [name(id) for id in columns], cells)
+    return Panel(" ".join(owners), names(ids), names(columns), cells)
 
 
 def past_ids(sight):
@@ -119,8 +119,9 @@ def seen_pads(columns, past_pads, pads, blanks):
     """Which pad columns a query sees, from their counts: blanks are past, others mostly new."""
     new = [i for i, key in enumerate(columns) if key == PAD and i >= past_pads]
     past = range(past_pads)
-    blanks += max(0, pads - len(new))
-    return {*new[::-1][:pads], *past[::-1][:blanks]}
+    blanks += max(0, pads - len(new))   # pads that the new ones do not explain
+    rightmost_new, rightmost_past = new[::-1], past[::-1]
+    return {*rightmost_new[:pads], *rightmost_past[:blanks]}
 
 
 def cell(may_see, sees, is_past):
@@ -153,36 +154,24 @@ def draw(sights, path=None, label=None):
     label:  label(request, position) names a token on the axes
     """
     groups = [panels(sight, label) for sight in sights.values()]
-    longest = max(len(key) for group in groups for part in group for key in part.keys)
-    margin, gap = max(0.5, 0.095 * longest + 0.1), max(0.32, 0.09 * longest + 0.1)
-    places, lefts, left, bottom = [], [], 0.0, 0.0   # (panel, left, top) in inches from top left
-    for group in groups:
-        wide = margin + 0.15 + CELL * max(len(part.keys) for part in group)
-        tall = gap + CELL * max(len(part.queries) for part in group)
-        columns = len(group) if len(groups) == 1 and wide * len(group) < LOOK.width else 1
-        for k, part in enumerate(group):
-            row, column = divmod(k, columns)
-            places.append((part, left + margin + wide * column, TOP + gap + tall * row))
-        lefts.append(left)
-        left += max(3.2, wide * columns)
-        bottom = max(bottom, TOP + tall * (row + 1))
-
-    kinds = {kind for part, _, _ in places for row in part.cells for kind in row}
-    handles = [Patch(**{"edgecolor": LINE, **looks}, label=name)
-               for kind, (looks, name) in LOOKS.items() if kind in kinds]
-    width = max(min(6.4, LOOK.width), left)
+    places, lefts, right, bottom = arranged(groups)
+    handles = legend_handles(groups)
+    width = max(min(6.4, LOOK.width), right)
     in_a_line = int(width / 1.65)
-    height = bottom + 0.45 + 0.2 * (-(-len(handles) // in_a_line) + LOOK.narrow)
+    lines = -(-len(handles) // in_a_line)
+    if LOOK.narrow:
+        lines += 1   # the legend's title takes two
+    height = bottom + 0.45 + 0.2 * lines
     figure = pyplot().figure(figsize=(width, height))
     for (title, sight), left in zip(sights.items(), lefts):
-        for down, text, weight in (0.08, title, "bold"), (0.3, bill(sight), "normal"):
-            figure.text((left + 0.1) / width, 1 - down / height, text, weight=weight, va="top")
-    for part, left, top in places:
-        w, h = CELL * len(part.keys), CELL * len(part.queries)
-        ax = figure.add_axes((left / width, 1 - (top + h) / height, w / width, h / height))
-        draw_panel(ax, part)
+        x = (left + 0.1) / width
+        figure.text(x, 1 - 0.08 / height, title, weight="bold", va="top")
+        figure.text(x, 1 - 0.3 / height, bill(sight), va="top")
+    for place in places:
+        ax = axes_at(figure, place, width, height)
+        draw_panel(ax, place.panel)
         if label:   # else each token carries its request's name
-            ax.text(-0.3, -0.4, part.name, ha="right", va="bottom", weight="bold")
+            ax.text(-0.3, -0.4, place.panel.name, ha="right", va="bottom", weight="bold")
     down, across = "down: the pass's tokens, as queries;", "across: the keys that each may see"
     figure.legend(handles=handles, loc="lower center", ncols=in_a_line, fontsize=9,
                   handlelength=1.2, columnspacing=1.2, title_fontsize=9,
@@ -190,20 +179,77 @@ def draw(sights, path=None, label=None):
     return save(figure, path)
 
 
+class Place(NamedTuple):
+    """Where a panel is drawn, in inches from the top left."""
+    panel: Panel
+    left: float
+    top: float
+
+
+def arranged(groups):
+    """(a Place for each panel, left edges of the groups, the right edge, the bottom) in inches."""
+    longest = longest_label(groups)
+    margin, gap = max(0.5, 0.095 * longest + 0.1), max(0.32, 0.09 * longest + 0.1)
+    places, lefts, left, bottom = [], [], 0.0, 0.0
+    for group in groups:
+        wide = margin + 0.15 + CELL * max(len(panel.keys) for panel in group)
+        tall = gap + CELL * max(len(panel.queries) for panel in group)
+        fits_in_a_line = len(groups) == 1 and wide * len(group) < LOOK.width
+        columns = len(group) if fits_in_a_line else 1
+        for number, panel in enumerate(group):
+            row, column = divmod(number, columns)
+            places.append(Place(panel, left + margin + wide * column, TOP + gap + tall * row))
+        lefts.append(left)
+        left += max(3.2, wide * columns)
+        bottom = max(bottom, TOP + tall * (row + 1))
+    return places, lefts, left, bottom
+
+
+def longest_label(groups):
+    longest = 0
+    for group in groups:
+        for panel in group:
+            longest = max(longest, *map(len, panel.keys))
+    return longest
+
+
+def legend_handles(groups):
+    """A patch for each kind of cell that is drawn."""
+    kinds = set()
+    for group in groups:
+        for panel in group:
+            kinds.update(*panel.cells)
+    handles = []
+    for kind, (looks, name) in LOOKS.items():
+        if kind in kinds:
+            handles.append(Patch(**{"edgecolor": LINE, **looks}, label=name))
+    return handles
+
+
+def axes_at(figure, place, width, height):
+    """width, height: of the figure, in inches"""
+    wide, high = CELL * len(place.panel.keys), CELL * len(place.panel.queries)
+    below = height - place.top - high
+    return figure.add_axes((place.left / width, below / height, wide / width, high / height))
+
+
 def bill(sight):
     """A pass's cost in words."""
-    slots, tokens = sight.ids.numel(), int((sight.ids != PAD).sum())
-    padding = f"{slots - tokens} of {slots} slots padding" if slots > tokens else f"{slots} slots"
+    slots, pads = sight.ids.numel(), int((sight.ids == PAD).sum())
+    padding = f"{pads} of {slots} slots padding" if pads else f"{slots} slots"
     return f"{padding}; {sight.record.score_entries:,} scores"
 
 
-def draw_panel(ax, part):
-    for i, row in enumerate(part.cells):
+def draw_panel(ax, panel):
+    for i, row in enumerate(panel.cells):
         for j, kind in enumerate(row):
-            box(ax, j, i, **{"edgecolor": LINE, **LOOKS[kind][0]}, zorder=1 + (kind == "missing"))
-    turned = 90 if max(map(len, part.keys)) > 2 else 0
-    ax.set(xlim=(-0.04, len(part.keys) + 0.04), ylim=(len(part.queries) + 0.04, -0.04))
-    ax.set_xticks([j + 0.5 for j in range(len(part.keys))], part.keys, fontsize=9, rotation=turned)
-    ax.set_yticks([i + 0.5 for i in range(len(part.queries))], part.queries, fontsize=9)
+            looks, _ = LOOKS[kind]
+            above = 2 if kind == "missing" else 1   # its outline lies over its neighbours'
+            box(ax, j, i, **{"edgecolor": LINE, **looks}, zorder=above)
+    across, down = len(panel.keys), len(panel.queries)
+    turned = 90 if max(map(len, panel.keys)) > 2 else 0
+    ax.set(xlim=(-0.04, across + 0.04), ylim=(down + 0.04, -0.04))
+    ax.set_xticks([j + 0.5 for j in range(across)], panel.keys, fontsize=9, rotation=turned)
+    ax.set_yticks([i + 0.5 for i in range(down)], panel.queries, fontsize=9)
     ax.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, pad=1.5)
     ax.spines[:].set_visible(False)
