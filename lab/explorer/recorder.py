@@ -91,16 +91,22 @@ class Recorder(XRay):
 
     def slots(self, batch, ids):
         """Owner and position of each slot, and shifts."""
-        width, given = ids.size(-1), batch.positions.flatten().tolist()
-        owner, position = map(list, zip(*map(self.place_of, ids.flatten().tolist())))
+        width = ids.size(-1)
+        owner, position = [], []
+        for id in ids.flatten().tolist():
+            request_number, place = self.place_of(id)
+            owner.append(request_number)
+            position.append(place)
         for row, (request, n) in enumerate(batch.plan):
-            if not n:   # of a static batch; its request has finished
-                owner[row * width:(row + 1) * width] = [-2 - self.number[request]] * width
-        shift = {slot: told - own for slot, (i, own, told) in enumerate(zip(owner, position, given))
-                 if i >= 0 and told != own}
-        rows = range(0, len(owner), width)
-        return {"owner": [owner[i:i + width] for i in rows],
-                "position": [position[i:i + width] for i in rows], "shift": shift}
+            if n == 0:   # of a static batch; its request has finished
+                finished = -2 - self.number[request]
+                owner[row * width:(row + 1) * width] = [finished] * width
+        shift = {}
+        for slot, told in enumerate(batch.positions.flatten().tolist()):
+            if owner[slot] >= 0 and told != position[slot]:
+                shift[slot] = told - position[slot]
+        return {"owner": in_rows(owner, width), "position": in_rows(position, width),
+                "shift": shift}
 
     def caches(self, batch):
         """
@@ -113,21 +119,43 @@ class Recorder(XRay):
         reserved: tokens that have room in it; a page in several tables counts once
         columns:  filled columns of a cache that belongs to the whole batch, pads included; else 0
         """
-        room = {}
-        rows = getattr(batch, "requests", ())   # of a static batch, which owns the cache
-        for request, i in self.number.items():
-            kv, table = batch.kv if request in rows else request.kv, request.block_table
-            now = getattr(kv, "capacity", None) if table is None else list(table)
-            if now != self.memory.get(i):
-                room[i] = self.memory[i] = now
         pool = getattr(batch, "pool", None)
         self.pool = pool and {"pages": pool.number, "page_size": pool.page_size}
+        room = self.changes_of_memory(batch)
         held = [now for now in self.memory.values() if now]
-        reserved = pool.page_size * len(set().union(*held)) if pool else sum(held)
+        if pool:
+            pages = set().union(*held)
+            reserved = pool.page_size * len(pages)
+        else:
+            reserved = sum(held)
+        static = hasattr(batch, "requests")
         return {"room": room, "at_once": len(held), "reserved": reserved,
-                "columns": batch.end if rows else 0,
-                "cached": [page for page in pool.free_queue
-                           if page in getattr(pool, "hash_of", ())] if pool else []}
+                "columns": batch.end if static else 0, "cached": cached_pages(pool)}
+
+    def changes_of_memory(self, batch):
+        """{request: what it holds now}, where that has changed; see `caches`."""
+        changes = {}
+        in_static_batch = getattr(batch, "requests", ())   # which owns the cache
+        for request, i in self.number.items():
+            if request.block_table is not None:
+                now = list(request.block_table)
+            else:
+                kv = batch.kv if request in in_static_batch else request.kv
+                now = getattr(kv, "capacity", None)
+            if now != self.memory.get(i):
+                changes[i] = self.memory[i] = now
+        return changes
+
+
+def in_rows(values, width):
+    return [values[i:i + width] for i in range(0, len(values), width)]
+
+
+def cached_pages(pool):
+    """Of the free queue: those that can still be found."""
+    if pool is None or not hasattr(pool, "hash_of"):
+        return []
+    return [page for page in pool.free_queue if page in pool.hash_of]
 
 
 def record(generate, model, requests, reference=None, **knobs):
@@ -140,13 +168,25 @@ def record(generate, model, requests, reference=None, **knobs):
     check = reference and Check(reference, copies)
     with Recorder(model, copies, check) as recorder:
         trace = generate(model, copies, on_token=check and check.on_token, **knobs)
-    defaults = {name: p.default for name, p in inspect.signature(generate).parameters.items()
-                if name not in ("model", "requests", "on_token")}
-    recorder.generate, recorder.knobs = generate, defaults | knobs
-    for knob in "scheduler_class", "layout":   # classes; the stage's name says which
-        recorder.knobs.pop(knob, None)
+    recorder.generate, recorder.knobs = generate, knobs_to_show(generate, knobs)
     trace.recording = recorder
     return trace
+
+
+def knobs_to_show(generate, given):
+    """A stage's knobs with their values, its defaults included."""
+    knobs = {name: parameter.default
+             for name, parameter in inspect.signature(generate).parameters.items()}
+    knobs |= given
+    for name in "model", "requests", "on_token", "scheduler_class", "layout":
+        knobs.pop(name, None)   # what the page says otherwise: a class is in the stage's name
+    return knobs
+
+
+def what_ran(trace):
+    """All of a run but its times."""
+    passes = [(p.step, p.shape, p.work, p.finished) for p in trace.passes]
+    return passes, [request.token_steps for request in trace.requests]
 
 
 def take_times(trace, timed):
@@ -154,9 +194,7 @@ def take_times(trace, timed):
     Gives a recorded run the times of one that nothing disturbed, unless that run did something
     else, where rounding flipped a near-tie. Returns the recorded run's trace.
     """
-    did, again = ([[(p.step, p.shape, p.work, p.finished) for p in run.passes],
-                   [request.token_steps for request in run.requests]] for run in (trace, timed))
-    if did == again:
+    if what_ran(trace) == what_ran(timed):
         trace.started, trace.step_times = timed.started, timed.step_times
         for p, twin in zip(trace.passes, timed.passes):
             p.seconds = twin.seconds

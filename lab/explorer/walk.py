@@ -8,6 +8,7 @@ those of a calculated GPU.
 """
 import statistics
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 from lab.loading.recorded import recorded
@@ -24,8 +25,11 @@ def walk(traces):
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
     scenes = (the_point, one_request, padding, stall, chunk, fused_rectangle, flat_stream, pages,
               sharing, scoreboard)
-    found = {scene.__name__: scene(traces) for scene in scenes}
-    return [stop(name.replace("_", " "), figures, **words[name]) for name, figures in found.items()]
+    stops = []
+    for scene in scenes:
+        name = scene.__name__
+        stops.append(stop(name.replace("_", " "), scene(traces), **words[name]))
+    return stops
 
 
 def stop(title, figures, text, panels, runs, clock="step", look=0, question=None, choices=(),
@@ -36,128 +40,152 @@ def stop(title, figures, text, panels, runs, clock="step", look=0, question=None
     in walk.toml.
     """
     def scene(runs, step, slot=None):
-        show = {"run": runs[0], "beside": "".join(runs[1:]), "clock": clock, "step": step}
-        return show | ({"slot": ".".join(map(str, (look, *slot)))} if slot else {})
+        beside = runs[1] if len(runs) > 1 else ""
+        shown = {"run": runs[0], "beside": beside, "clock": clock, "step": step}
+        if slot:
+            shown["slot"] = ".".join(map(str, (look, *slot)))
+        return shown
 
     step, slot = figures["step"], figures.get("slot")
-    found = {"title": title, "text": text.format(**figures), "panels": panels, "look": look,
-             "show": scene(runs, step, slot)}
+    page_stop = {"title": title, "text": text.format(**figures), "panels": panels, "look": look,
+                 "show": scene(runs, step, slot)}
     if question:   # nothing that is shown then gives the answer away
-        asked = figures.get("before") or (step, None if "change" in panels else slot)
-        found["ask"] = {"question": question.format(**figures), "show": scene([runs[asks]], *asked),
-                        "choices": [text.format(**figures) for text in choices], "right": right}
+        slot_asked = None if "change" in panels else slot
+        step_asked, slot_asked = figures.get("before") or (step, slot_asked)
+        page_stop["ask"] = {
+            "question": question.format(**figures),
+            "show": scene([runs[asks]], step_asked, slot_asked),
+            "choices": [choice.format(**figures) for choice in choices],
+            "right": right}
     if rows:
-        found["rows"] = rows
-    return found
+        page_stop["rows"] = rows
+    return page_stop
 
+
+# --- the scenes: each counts the figures of its words ---------------------------------------------
 
 def the_point(traces):
-    found, both = stall(traces), [traces[run] for run in ("dynamic", "ragged")]
-    return dict(step=found["step"], tokens=found["tokens"], number=len(both[0].requests),
-                waits=[worst_wait(trace)[0] for trace in both],
-                first=[max(1e3 * (request.token_times[0] - trace.arrived(request))
-                           for request in trace.requests) for trace in both])
+    stalled = stall(traces)
+    both = [traces[run] for run in ("dynamic", "ragged")]
+    return dict(
+        step=stalled["step"],
+        tokens=stalled["tokens"],
+        number=len(both[0].requests),
+        waits=[worst_wait(trace)[0] for trace in both],
+        first=[latest_first_token(trace) for trace in both])
 
 
 def one_request(traces):
-    first, both = (next((i, p) for i, p in enumerate(traces[TWO].passes) if p.shape == shape)
-                   for shape in ((1, 1), (2, 1)))
-    one, two = (1e3 * p.seconds for _, p in (first, both))
-    return dict(step=both[1].step, slot=(both[0], 1, 0), before=(first[1].step, (first[0], 0, 0)),
-                first=first[1].step, both=both[1].step, one=one, two=two, half=one / 2,
-                twice=2 * one)
+    alone, pass_alone = first_pass_of_shape(traces[TWO], (1, 1))
+    together, pass_together = first_pass_of_shape(traces[TWO], (2, 1))
+    one, two = 1e3 * pass_alone.seconds, 1e3 * pass_together.seconds
+    return dict(
+        step=pass_together.step, slot=(together, 1, 0),
+        before=(pass_alone.step, (alone, 0, 0)),
+        first=pass_alone.step, both=pass_together.step,
+        one=one, two=two, half=one / 2, twice=2 * one)
 
 
 def padding(traces):
+    """The row with the fewest tokens, of the pass with the most pads."""
     i, p = most(traces["naive"], lambda p: p.pad_slots)
-    row, (name, _, n) = min(enumerate(p.work), key=lambda entry: entry[1][2])
-    return dict(step=p.step, slot=(i, row, 0), slots=p.slots, useful=p.useful,
-                quarter=p.slots // 4, pads=p.pad_slots, name=name, n=n, wide=p.shape[1])
+    tokens = [n for _, _, n in p.work]
+    row = tokens.index(min(tokens))
+    name, _, n = p.work[row]
+    return dict(
+        step=p.step, slot=(i, row, 0), slots=p.slots, useful=p.useful, quarter=p.slots // 4,
+        pads=p.pad_slots, name=name, n=n, wide=p.shape[1])
 
 
 def stall(traces):
-    wait, step = worst_wait(traces["dynamic"])
-    every = statistics.median_high(wait for wait, *_ in waits(traces["dynamic"]))
-    decodes, prefill = passes_of(traces["dynamic"], step)
-    return dict(step=step, wait=wait, every=every, thrice=3 * wait, tokens=prefill.useful,
-                names=" and ".join(name for name, _, _ in prefill.work), decodes=len(decodes.work))
+    dynamic = traces["dynamic"]
+    wait, step = worst_wait(dynamic)
+    usual = statistics.median_high(wait for wait, *_ in waits(dynamic))
+    decodes, prefill = passes_of(dynamic, step)
+    names = " and ".join(name for name, _, _ in prefill.work)
+    return dict(step=step, wait=wait, every=usual, thrice=3 * wait, tokens=prefill.useful,
+                names=names, decodes=len(decodes.work))
 
 
 def chunk(traces):
-    _, step = worst_wait(traces["dynamic"])
-    _, prefill = passes_of(traces["chunked"], step)
-    name, _, n = prefill.work[0]
     both = [traces[run] for run in ("dynamic", "chunked")]
-    late = [1e3 * (request.token_times[0] - trace.arrived(request))
-            for trace, request in ((trace, request_of(trace, name)) for trace in both)]
-    return dict(step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name,
-                late=late, whole=len(request_of(both[1], name).prompt),
-                passes=[len(trace.passes) for trace in both],
-                waits=[worst_wait(trace)[0] for trace in both])
+    _, step = worst_wait(both[0])
+    _, prefill = passes_of(both[1], step)
+    name, _, n = prefill.work[0]
+    late = [first_token_after(trace, request_of(trace, name)) for trace in both]
+    return dict(
+        step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name, late=late,
+        whole=len(request_of(both[1], name).prompt),
+        passes=[len(trace.passes) for trace in both],
+        waits=[worst_wait(trace)[0] for trace in both])
 
 
 def fused_rectangle(traces):
-    recorder, found = traces[MASK].recording, []
-    for i, (p, frame) in enumerate(zip(traces[MASK].passes, recorder.frames)):
-        for slot, (_, pads, _) in frame["sees"].items():
-            row = slot // p.shape[-1]
-            if p.work[row][2] == 1:
-                found.append((pads, i, row))
-    pads, i, row = max(found)
+    """The decode that sees the most pads under the published mask."""
+    run = traces[MASK]
+    pads, i, row = max(decodes_that_see_pads(run))
+    p = run.passes[i]
+    name, last_column = p.work[row][0], p.shape[1] - 1
     alone = {request.name: request.generated for request in traces["unbatched"].requests}
-    other = sum(alone[request.name] != request.generated for request in recorder.requests)
-    p = traces[MASK].passes[i]
-    return dict(step=p.step, slot=(i, row, p.shape[1] - 1), name=p.work[row][0], pads=pads,
-                other=other, all=len(recorder.requests),
-                ms=[milliseconds(traces[run], p.step) for run in ("chunked", "interleaved")])
+    requests = run.recording.requests
+    ruined = [request for request in requests if alone[request.name] != request.generated]
+    return dict(
+        step=p.step, slot=(i, row, last_column), name=name, pads=pads, other=len(ruined),
+        all=len(requests),
+        ms=[milliseconds(traces[stage], p.step) for stage in ("chunked", "interleaved")])
 
 
 def flat_stream(traces):
     _, step = worst_wait(traces["dynamic"])
     wide, = passes_of(traces["interleaved"], step)
     i, p = most(traces["ragged"], lambda p: p.step == step)
-    return dict(step=step, slot=(i, 0, 0), wide=wide.slots, half=wide.slots // 2, slots=p.slots,
-                ms=[milliseconds(traces[run], step) for run in ("interleaved", "ragged")])
+    return dict(
+        step=step, slot=(i, 0, 0), wide=wide.slots, half=wide.slots // 2, slots=p.slots,
+        ms=[milliseconds(traces[stage], step) for stage in ("interleaved", "ragged")])
 
 
 def pages(traces):
-    """The step in which paged runs the most requests, and ragged fewer in as much memory."""
+    """The first step in which paged runs the most requests, and ragged fewer in as much memory."""
     paged, same = traces["paged"], traces[SAME]
-    running = [{p.step: len(p.work) for p in trace.passes} for trace in (paged, same)]
-    many, step = max((many, -step) for step, many in running[0].items()
-                     if many > running[1].get(step, 0))
-    few = running[1].get(-step, 0)
-    return dict(step=-step, size=paged.recording.pool["page_size"], many=many, few=few,
-                twice=2 * few, limit=same.recording.knobs["max_kv_tokens"])
+    in_paged, in_same = requests_by_step(paged), requests_by_step(same)
+    more = [step for step, number in in_paged.items() if number > in_same.get(step, 0)]
+    step = max(more, key=lambda step: (in_paged[step], -step))
+    few = in_same.get(step, 0)
+    return dict(
+        step=step, size=paged.recording.pool["page_size"], many=in_paged[step], few=few,
+        twice=2 * few, limit=same.recording.knobs["max_kv_tokens"])
 
 
 def sharing(traces):
-    trace, first_of = traces["prefix"], {}   # request -> (first position that is computed, pass)
+    """The request that finds the most tokens computed already."""
+    trace = traces["prefix"]
+    begins = {}   # request -> (first position that is computed, pass)
     for i, p in enumerate(trace.passes):
         for name, first, _ in p.work:
-            first_of.setdefault(name, (first, i))
-    (first, i), name = max((found, name) for name, found in first_of.items())
-    size, p = trace.recording.pool["page_size"], trace.passes[i]
-    table = tables(trace, i)[name][:first // size]
-    others = [other for other, pages in tables(trace, i).items()
-              if other != name and pages[:len(table)] == table]
-    return dict(step=p.step, slot=(i, 0, sum(n for _, _, n in p.work[:-1])), size=size, name=name,
-                others=" and ".join(others), pages=len(table), tokens=first,
-                refs=len(others) + 1, computed=[
-                    sum(p.useful + p.recomputed for p in traces[run].passes)
-                    for run in ("paged", "prefix")])
+            begins.setdefault(name, (first, i))
+    (first, i), name = max((begin, name) for name, begin in begins.items())
+    p, size = trace.passes[i], trace.recording.pool["page_size"]
+    held = tables(trace, i)
+    shared = held[name][:first // size]
+    others = [other for other, table in held.items()
+              if other != name and table[:len(shared)] == shared]
+    before_it = sum(n for _, _, n in p.work[:-1])   # it is the last of the stream
+    return dict(
+        step=p.step, slot=(i, 0, before_it), size=size, name=name, others=" and ".join(others),
+        pages=len(shared), tokens=first, refs=len(others) + 1,
+        computed=[tokens_computed(traces[stage]) for stage in ("paged", "prefix")])
 
 
 def scoreboard(traces):
-    same, paged, prefix = (round(totals(traces[name])["tokens_per_second"])
-                           for name in (SAME, "paged", "prefix"))
     gap, _, name = max(waits(traces["prefix"]))
     version, works = recorded()   # tests hold ours equal to all of them
-    return dict(step=traces["ragged"].passes[-1].step, same=same, paged=paged, prefix=prefix,
-                gap=gap, name=name, version=version,
-                equal=f"{len(works):,}",
-                flat=max(frame["reserved"] for frame in traces["ragged"].recording.frames),
-                limit=traces[SAME].recording.knobs["max_kv_tokens"])
+    ragged = traces["ragged"]
+    return dict(
+        step=ragged.passes[-1].step, same=speed(traces[SAME]), paged=speed(traces["paged"]),
+        prefix=speed(traces["prefix"]), gap=gap, name=name, version=version,
+        equal=f"{len(works):,}",
+        flat=max(frame["reserved"] for frame in ragged.recording.frames),
+        limit=traces[SAME].recording.knobs["max_kv_tokens"])
 
 
 # --- what the stops count -------------------------------------------------------------------------
@@ -177,8 +205,12 @@ def request_of(trace, name):
 
 def waits(trace):
     """[(ms, step, name), ...]: each request's waits for its next tokens, and when they end."""
-    return [(1e3 * (b - a), step, request.name) for request in trace.requests for a, b, step in zip(
-        request.token_times, request.token_times[1:], request.token_steps[1:])]
+    found = []
+    for request in trace.requests:
+        steps = request.token_steps[1:]   # a wait ends with the second of two tokens
+        for (before, after), step in zip(pairwise(request.token_times), steps):
+            found.append((1e3 * (after - before), step, request.name))
+    return found
 
 
 def worst_wait(trace):
@@ -188,6 +220,44 @@ def worst_wait(trace):
     """
     longest, end, _ = max(waits(trace))
     return longest, max(p.step for p in trace.passes if p.step < end)
+
+
+def first_token_after(trace, request):
+    """Milliseconds from its arrival."""
+    return 1e3 * (request.token_times[0] - trace.arrived(request))
+
+
+def latest_first_token(trace):
+    return max(first_token_after(trace, request) for request in trace.requests)
+
+
+def first_pass_of_shape(trace, shape):
+    """(index, pass)"""
+    return next((i, p) for i, p in enumerate(trace.passes) if p.shape == shape)
+
+
+def decodes_that_see_pads(trace):
+    """[(pads, index of the pass, row), ...]"""
+    found = []
+    for i, (p, frame) in enumerate(zip(trace.passes, trace.recording.frames)):
+        for slot, (_, pads, _) in frame["sees"].items():
+            row = slot // p.shape[-1]
+            if p.work[row][2] == 1:
+                found.append((pads, i, row))
+    return found
+
+
+def requests_by_step(trace):
+    return {p.step: len(p.work) for p in trace.passes}
+
+
+def tokens_computed(trace):
+    return sum(p.useful + p.recomputed for p in trace.passes)
+
+
+def speed(trace):
+    """Tokens a second, as a whole number."""
+    return round(totals(trace)["tokens_per_second"])
 
 
 def milliseconds(trace, step):
