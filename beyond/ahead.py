@@ -9,18 +9,28 @@ Usually host and device take turns, and the device is idle while the host sample
     ahead      host     plan 1, plan 2   read 1, plan 3   read 2, plan 4
                device          pass 1     pass 2           pass 3    (tokens: a step late)
 
-A plan depends on the number of tokens, and hardly on which tokens they are. So pass 2 is laid out
-with a *hole* for each token that pass 1 will give. The device fills the holes from its own memory:
+When the host plans pass 2, it has not read the tokens that pass 1 generates. A plan needs to know
+only how many tokens each request has, and that is known: one more for each request that pass 1
+completes. So pass 2 is laid out with a *hole* for each of these tokens. The device computes pass 1
+first. When it begins pass 2, it has the tokens in its own memory, and fills the holes:
 
                      known to the host   pass 1 computes   pass 2 computes
     A, a decode      p0 p1 p2 g0         g0                _     the hole, where g1 will be
     B, mid-prefill   p0 p1 p2 p3         p0 p1             p2 p3
 
-A stop token is seen too late: a request that ends with pass 1 costs a row of pass 2. (vLLM:
-AsyncScheduler; transformers: ContinuousBatchingConfig's use_async_batching.) Pages that a queued
-pass still uses may be freed and given away: the device runs passes in order, so the next owner
-writes later. On CUDA this overlaps little: the layouts copy from pageable memory, and such copies
-wait for the device.
+Two things do depend on which token it is. Both happen a step late:
+
+1. A stop token is seen after the next pass was queued. The request has a row in that pass, and the
+   row is computed for nothing. (Where an answer ends by its length, numbers tell, and no row is.)
+2. A page has no name while one of its tokens is a hole. It gets one, and can be found, in the first
+   plan after that token was read.
+
+A request may end or be preempted, and its pages be given to another one, while a queued pass still
+uses them. That does no harm: the device computes passes in order, so the next owner writes later.
+
+vLLM does this by default (AsyncScheduler), and the plans made here are its own (docs/vllm.md). In
+transformers it is ContinuousBatchingConfig's use_async_batching. Here the two hardly overlap on
+CUDA, because the layouts copy from pageable memory, and such a copy waits for the device.
 
     python -m beyond.ahead     what it gains, calculated
 """
@@ -53,26 +63,7 @@ class Flight:
     tokens: torch.Tensor   # (R,), on the device
 
 
-def choose(logits, requests):
-    """As `sample`, but the tokens stay on the device; the numbers are drawn on the host, now."""
-    tokens = logits.argmax(dim=-1)
-    for i, request in enumerate(requests):
-        if request.temperature > 0:
-            edges = cdf(logits[i].double(), request.temperature, request.top_k, request.top_p)
-            # the last edge is left out: even NaN then gives some token, until `land` checks
-            tokens[i] = torch.searchsorted(edges[:-1], request.draw(), right=True)
-    return tokens
-
-
-def plan_of(scheduler, step, flight):
-    """The plan of this step; empty if only the pass in flight can free room for one."""
-    try:
-        return scheduler.schedule(step)
-    except RuntimeError:   # nothing can go on
-        if not flight:
-            raise
-        return []
-
+# --- planning and queueing a pass -----------------------------------------------------------------
 
 def launch(model, scheduler, kv, trace, step, flight):
     """Queues the pass after `flight`. Returns its Flight; None if there is nothing to compute."""
@@ -92,15 +83,30 @@ def launch(model, scheduler, kv, trace, step, flight):
 
 
 def leave_holes(flight):
-    """Counts the pass as done. Returns {request: the place of its token in flight.tokens}."""
+    """
+    Counts the pass as done. Returns {request: the place of its token in flight.tokens}, for each
+    request that goes on with that token.
+    """
     for request, n in flight.batch.plan:
         if not request.finished:
             request.computed += n
-    holes = {request: place for place, request in enumerate(flight.batch.sampled)
-             if not request.finished and not request.is_last(len(request.generated) + 1)}
-    for request in holes:
-        request.assumed = [HOLE]   # without it, its todo is 0, and it is not planned
+    holes = {}
+    for place, request in enumerate(flight.batch.sampled):
+        is_last = request.is_last(len(request.generated) + 1)
+        if not request.finished and not is_last:
+            request.assumed = [HOLE]   # without it, its todo is 0, and it is not planned
+            holes[request] = place
     return holes
+
+
+def plan_of(scheduler, step, flight):
+    """The plan of this step; empty if only the end of the pass in flight can free room."""
+    try:
+        return scheduler.schedule(step)
+    except RuntimeError:   # nothing can go on
+        if not flight:
+            raise
+        return []
 
 
 def fill_holes(batch, holes, flight):
@@ -111,12 +117,27 @@ def fill_holes(batch, holes, flight):
         batch.tokens[batch.wanted[rows]] = flight.tokens[places]
 
 
+def choose(logits, requests):
+    """As `sample`, but the tokens stay on the device. The numbers are drawn on the host, now."""
+    tokens = logits.argmax(dim=-1)
+    for i, request in enumerate(requests):
+        if request.temperature > 0:
+            edges = cdf(logits[i].double(), request.temperature, request.top_k, request.top_p)
+            # the last edge is left out: even NaN then gives some token, until `land` checks
+            tokens[i] = torch.searchsorted(edges[:-1], request.draw(), right=True)
+    return tokens
+
+
+# --- reading its tokens ---------------------------------------------------------------------------
+
 def land(flight, scheduler, trace, on_token):
     """The pass is over: what it computed is recorded, and its requests get their tokens."""
-    batch, chosen = flight.batch, flight.tokens.tolist()   # waits for the device
-    going = [i for i, request in enumerate(batch.sampled) if not request.finished]
-    sampled, tokens = [batch.sampled[i] for i in going], [chosen[i] for i in going]
-    logits = flight.logits[going]
+    chosen = flight.tokens.tolist()   # waits for the device
+    batch = flight.batch
+    rows = [i for i, request in enumerate(batch.sampled) if not request.finished]
+    sampled = [batch.sampled[i] for i in rows]   # those that have not ended meanwhile
+    tokens = [chosen[i] for i in rows]
+    logits = flight.logits[rows]
     check_finite(sampled, logits.amax(dim=-1).tolist())
     record(flight, trace)
     cache_pages(flight, scheduler)
@@ -131,8 +152,8 @@ def land(flight, scheduler, trace, on_token):
 def record(flight, trace):
     """Records the pass. Of a request that has ended since it was queued, its work is rejected."""
     reached = dict(trace.reached)
-    trace.record_pass(flight.step, flight.batch,
-                      time.perf_counter() - trace.step_times[flight.step])
+    seconds = time.perf_counter() - trace.step_times[flight.step]
+    trace.record_pass(flight.step, flight.batch, seconds)
     for (request, n), start in zip(flight.batch.plan, flight.batch.starts):
         if request.finished:
             # from here on computed for the first time: what is before counts as recomputed
@@ -152,10 +173,11 @@ def cache_pages(flight, scheduler):
 
 def naming_late(scheduler_class):
     """
-    The same kind of scheduler; but where it grants a request room, it also names the page that the
-    request's last token has filled. When that token was planned, it was a hole, which names none.
+    The same kind of scheduler. Where it grants a request room, it also names the page that the last
+    computed token fills: when that token was planned, it was a hole, which names no page. vLLM
+    names it there, too, so newcomers of this step find it, and requests that run have gone first.
     """
-    if isinstance(scheduler_class, partial):   # of beyond/fairness.py
+    if isinstance(scheduler_class, partial):   # one of beyond/fairness.py
         return partial(naming_late(scheduler_class.func), **scheduler_class.keywords)
 
     class NamingLate(scheduler_class):
@@ -168,29 +190,40 @@ def naming_late(scheduler_class):
     return NamingLate
 
 
+# --- the loop -------------------------------------------------------------------------------------
+
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
              scheduler_class=PrefixScheduler, on_token=None):
     """As prefix; but while a pass is computed, the next one is planned. Returns the trace."""
     requests = prepare(requests, model.config)
     check_pool(max_batch, pages, page_size, scheduler_class, model.config.block_size)
-    check("scheduler_class", scheduler_class, lambda kind: not isinstance(kind, type)
-          or issubclass(kind, PrefixScheduler), "a PrefixScheduler")   # whose pages can be found
+    check("scheduler_class", scheduler_class, caches_pages, "a PrefixScheduler")
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = naming_late(scheduler_class)(max_batch, token_budget, number, page_size)
     kv = KV(number * page_size)
     trace = Trace("ahead", requests, model, scheduler.pool.counts)
     for request in requests:
         scheduler.add(request)
-    step, flight = 0, None
+    step = 0
+    flight = None
     while scheduler.busy or flight:
         step = scheduler.next_step(step)
         trace.step_times.setdefault(step, time.perf_counter())
+        # 1. plan this step, and queue its pass behind the one in flight
         queued = launch(model, scheduler, kv, trace, step, flight)
+        # 2. read the tokens of the pass in flight
         if flight:
             land(flight, scheduler, trace, on_token)
-        flight, step = queued, step + 1
+        # 3. the queued pass is in flight now
+        flight = queued
+        step += 1
     return trace
+
+
+def caches_pages(scheduler_class):
+    """Whether pages of its requests can be found. What is no class may make such a scheduler."""
+    return not isinstance(scheduler_class, type) or issubclass(scheduler_class, PrefixScheduler)
 
 
 if __name__ == "__main__":

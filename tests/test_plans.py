@@ -13,6 +13,7 @@ import pytest
 from common import ROOT, THOROUGH, refused
 
 from beyond import ahead
+from beyond.fairness import SCHEDULERS
 from generate_prefix import PrefixScheduler
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
@@ -26,6 +27,7 @@ from lab.experiments.plan_rules import (
 )
 from lab.experiments.plan_workloads import KINDS, workloads
 from lab.loading.recorded import RECORDED
+from lab.views.stage_table import NoModel
 
 VERSION, WORKS = plans.recorded()
 PART = len(WORKS) if THOROUGH else 12   # of each kind, the first so many are compared
@@ -122,6 +124,12 @@ A_PAGE_IN_TIME = {   # B's prompt holds what A is answering: page 1 can be found
 @pytest.mark.parametrize("mode", ["fcfs", "ahead"])
 def test_a_page_is_found_in_the_step_after_its_last_token_has_landed(mode):
     assert plans.OURS[mode](A_PAGE_IN_TIME)[2] == [2, {"A": 1, "B": 1}]
+
+
+def test_a_policy_ahead_finds_the_page_in_time_too():
+    trace = ahead.generate(NoModel(plans.CONFIG), plans.as_requests(A_PAGE_IN_TIME), 2, 8, 20, 1,
+                           SCHEDULERS["priority"])
+    assert {name: n for name, _, n in trace.passes[2].work} == {"A": 1, "B": 1}
 
 
 # --- not equal ------------------------------------------------------------------------------------

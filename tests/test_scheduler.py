@@ -204,8 +204,8 @@ def test_no_request_starves(case, bound, policy, more, cancel):
     assert len(plans) <= (bound + 1) * sum(len(r.prompt) + r.max_new_tokens for r in requests)
     assert max(preempted.values(), default=0) <= bound
     assert len(scheduler.pool.free_queue) == pages
-    left = {*scheduler.rank, *scheduler.times_preempted, *scheduler.new}
-    assert all(r.finish_reason == "cancelled" and r in scheduler.new for r in left)
+    left = {*scheduler.rank, *scheduler.times_preempted, *scheduler.never_admitted}
+    assert all(r.finish_reason == "cancelled" and r in scheduler.never_admitted for r in left)
 
 
 class Watched(Request):

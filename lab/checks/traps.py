@@ -186,8 +186,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
          "        self.hash_of[page] = digest")],
     # orders other than first come, first served; guesses
     "those that run are sorted by rank": [   # an incomplete prompt may stand before decodes
-        ("beyond/fairness.py:FairScheduler.schedule", "running = list(self.running)",
-         "self.running.sort(key=self.rank.get)\n        running = list(self.running)")],
+        ("beyond/fairness.py:FairScheduler.schedule", "self.go_on()",
+         "self.running.sort(key=self.rank.get)\n        self.go_on()")],
     "pages of accepted guesses have no name": [
         ("beyond/speculative.py:generate",
          "scheduler.cache_filled(request, request.computed, request.computed + n)", "pass")],

@@ -16,7 +16,7 @@ import importlib
 import json
 import re
 import subprocess
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +83,12 @@ def as_plan(step, plan):
     return [step, {request.name: n for request, n in plan}]
 
 
+def next_tokens(plan):
+    """What a model would give the requests that are due."""
+    due = [plan[i][0] for i in indices_due(plan)]
+    return [request.answer[len(request.generated)] for request in due]
+
+
 def plans_of(work, scheduler_class):
     """
     [[step, {request: number of tokens}], ...], as a class like PrefixScheduler plans. Of it, `add`,
@@ -106,7 +112,7 @@ def plans_of(work, scheduler_class):
             continue
         plan = scheduler.schedule(step)
         plans.append(as_plan(step, plan))
-        scheduler.update(plan, [0 for _ in indices_due(plan)])   # a Known knows its token
+        scheduler.update(plan, next_tokens(plan))
         here = [request for request in here if not request.finished]
         step += 1
         if step > TOO_MANY:
@@ -246,25 +252,28 @@ def compare_ours(version, works):
 def table(works, differ):
     """A row for each kind of workload: how many plans are equal in each mode, and all passes."""
     rows = [["", *OURS, "passes"]]
-    for kind in [*KINDS, "all"]:
-        numbers = [i for i, work in enumerate(works) if kind == "all" or work["kind"] == kind]
-        row = [kind]
-        for found in differ.values():
-            lost = [number for number, _ in found if number in numbers]
-            row.append(f"{len(numbers) - len(lost):,}/{len(numbers):,}")
-        passes = sum(passes_in(works[i]) for i in numbers)
-        rows.append([*row, f"{passes:,}"])
+    for kind in KINDS:
+        numbers = [i for i, work in enumerate(works) if work["kind"] == kind]
+        rows.append(row_of(kind, numbers, works, differ))
+    rows.append(row_of("all", range(len(works)), works, differ))
     return rows
 
 
-def passes_in(work):
-    return sum(len(plans) for plans in work["plans"].values())
+def row_of(name, numbers, works, differ):
+    row = [name]
+    for found in differ.values():
+        lost = [number for number, _ in found if number in numbers]
+        row.append(f"{len(numbers) - len(lost):,}/{len(numbers):,}")
+    passes = 0
+    for number in numbers:
+        passes += sum(len(plans) for plans in works[number]["plans"].values())
+    return [*row, f"{passes:,}"]
 
 
 def keep(version, works):
-    with gzip.GzipFile(RECORDED, "wb", mtime=0) as file:
-        for line in [{"vllm": version}, *works]:
-            file.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
+    lines = [json.dumps(line, separators=(",", ":")) for line in [{"vllm": version}, *works]]
+    with gzip.GzipFile(RECORDED, "wb", mtime=0) as file:   # without a time: equal bytes each time
+        file.write(("\n".join(lines) + "\n").encode())
 
 
 # --- another scheduler ----------------------------------------------------------------------------
@@ -318,9 +327,10 @@ def place_of(error):
 
 def likeness(works, differ):
     """Which of our rules the plans that differ seem to lack: in a sentence."""
-    equal = {}
+    equal = Counter()
     for rule in RULES:
-        equal[rule] = sum(plans == plans_of(works[number], rule) for number, plans in differ)
+        for number, plans in differ:
+            equal[rule] += plans == plans_of(works[number], rule)
     best = max(RULES, key=equal.get)
     if not equal[best]:
         return "it is like none of the rules that are known to make a difference"
@@ -334,6 +344,20 @@ def record(python, number, seed):
     works = []
     for kind in KINDS:
         works += workloads(kind, number, seed)
+    lines = served_by_vllm(python, works)
+    try:
+        version, path = lines[0]["vllm"], Path(lines[0]["path"])
+        for work, plans in zip(works, lines[1:], strict=True):
+            work["plans"] = plans
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(f"--vllm {python}: it has printed no plans: is it a Python?") from None
+    for name in unknown_names(path):
+        print(f"docs/vllm.md names {name}, which vLLM {version} does not have")
+    return version, works
+
+
+def served_by_vllm(python, works):
+    """What vllm_plans.py prints of these workloads, line by line. ValueError if it cannot run."""
     text = "".join(json.dumps(work) + "\n" for work in works)
     try:
         done = subprocess.run([python, RECORDER], capture_output=True, text=True, check=True,
@@ -344,26 +368,26 @@ def record(python, number, seed):
         last = (error.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ValueError(f"--vllm {python}: {last:.200}") from None
     try:
-        head, *plans = [json.loads(line) for line in done.stdout.splitlines()]
-        recorded_works = [work | {"plans": made} for work, made in zip(works, plans, strict=True)]
-        version, path = head["vllm"], Path(head["path"])
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"--vllm {python}: it has printed no plans: is it a Python?") from None
-    for name in unknown_names(path):
-        print(f"docs/vllm.md names {name}, which vLLM {version} does not have")
-    return version, recorded_works
+        return [json.loads(line) for line in done.stdout.splitlines()]
+    except ValueError:
+        return []
 
 
 def unknown_names(vllm):
     """Names in the table of docs/vllm.md that are not in that file of vLLM's folder."""
     lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
     cells = [line.split("|")[2] for line in lines if line.startswith("| `")]
+    text = ""
     file = None
     for part in "; ".join(cells).split("; "):
         path, _, names = part.partition(": ")
         if "the same" not in path:   # as the one before
             file = path.strip(" `")
-        text = (vllm / file).read_text(encoding="utf-8") if (vllm / file).exists() else ""
+            text = text_of(vllm / file)
         for name in re.findall(r"`(\w+)`", names):
             if not re.search(rf"(def |class |self\.){name}\b", text):
                 yield f"{name} in {file}"
+
+
+def text_of(path):
+    return path.read_text(encoding="utf-8") if path.exists() else ""
