@@ -11,11 +11,11 @@ import torch
 from common import STAGES, toy
 
 from lab.checks.traps import broken
-from lab.checks.xray import Sight, XRay
+from lab.checks.xray import Sight, XRay, sights_at
 from lab.explorer.recorder import record
 from lab.views.report import figures as calculated_figures
 from lab.views.report import report, totals, write_trace
-from lab.views.sights import PAD, panels, seen_pads
+from lab.views.sights import PAD, bill, panels, seen_pads
 from request import Request
 from toolbox.trace import ForwardPass, Trace, observed
 
@@ -150,6 +150,15 @@ def test_sentences_pages_and_pictures_judge_a_token_alike(stage, knobs, trap):
                     in_pictures.add((number, name))
     assert in_pictures == in_sentences and bool(in_sentences) == bool(trap)
     assert (shared > 0) == (trace.counts.get("shared_pages", 0) > 0) == (stage == "prefix")
+
+
+@pytest.mark.parametrize("stage, said", [   # a pass of A's decode, with one key, and of B's prompt
+    ("interleaved", "2 of 6 slots padding; 24 scores"),   # (2, 3), and a column of keys before it
+    ("ragged_varlen", "4 slots; 11 scores")])             # 1 x 2 and 3 x 3
+def test_the_bill_of_a_pass(stage, said):
+    requests = [Request([1], 4, name="A"), Request([2, 3, 4], 4, name="B", arrival=1)]
+    sight, = sights_at(STAGES[stage], toy(), requests, step=1)
+    assert bill(sight) == said
 
 
 def test_a_key_that_is_seen_twice_counts_twice():
