@@ -13,7 +13,7 @@ import pytest
 from common import ROOT, THOROUGH, refused
 
 from beyond import ahead
-from beyond.fairness import SCHEDULERS
+from beyond.fairness import SCHEDULERS, FairScheduler
 from generate_prefix import PrefixScheduler
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
@@ -126,7 +126,21 @@ def test_a_page_is_found_in_the_step_after_its_last_token_has_landed(mode):
     assert plans.OURS[mode](A_PAGE_IN_TIME)[2] == [2, {"A": 1, "B": 1}]
 
 
-def test_a_policy_ahead_finds_the_page_in_time_too():
+class ByArrival(FairScheduler):
+    def __init__(self, *limits):
+        super().__init__(*limits, policy="fcfs", bound=10**9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_that_ranks_by_arrival_plans_ahead_as_vllm(kind):
+    """A request whose last token is in flight has nothing to compute; those behind it go on."""
+    def by_arrival(work):
+        return plans.plans_ahead(work, ByArrival)
+
+    assert not plans.different(of(kind, 12), "ahead", by_arrival)
+
+
+def test_one_of_fairness_schedulers_can_plan_ahead():
     trace = ahead.generate(NoModel(plans.CONFIG), plans.as_requests(A_PAGE_IN_TIME), 2, 8, 20, 1,
                            SCHEDULERS["priority"])
     assert {name: n for name, _, n in trace.passes[2].work} == {"A": 1, "B": 1}

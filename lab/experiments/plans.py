@@ -120,13 +120,13 @@ def plans_of(work, scheduler_class):
     return plans
 
 
-def plans_ahead(work):
+def plans_ahead(work, scheduler_class=PrefixScheduler):
     """As plans_of, of beyond/ahead.py, whose `generate` runs on a model that computes nothing."""
     requests = as_requests(work)
     model = NoModel(CONFIG)
     plans = []
 
-    class Aborting(PrefixScheduler):
+    class Aborting(scheduler_class):
         def schedule(self, step):
             abort_those_who_gave_up(self, requests, work, step)
             return super().schedule(step)
