@@ -28,7 +28,7 @@ COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", 
           "useful_scores", "copied_bytes")   # of a ForwardPass
 FRAME = ("owner", "position", "past", "sees", "shift", "room", "at_once", "reserved", "cached",
          "columns")
-STYLE = "".join(f"--{kind}: {color}; " for kind, color in {**COLORS, **KEYS}.items())
+STYLE = "".join(f"--{kind}: {color}; " for kind, color in (COLORS | KEYS).items())
 
 
 def write(path, data):
@@ -48,9 +48,12 @@ def twin():
 
 def filled(data):
     """The page's text, with data in it."""
-    parts = {"colors": f":root {{ {STYLE}}}", "css": read("page.css"),
-             "js": twin() + "".join(map(read, SCRIPTS)),
-             "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")}
+    json_text = json.dumps(data, separators=(",", ":"))
+    parts = {
+        "colors": f":root {{ {STYLE}}}",
+        "css": read("page.css"),
+        "js": twin() + "".join(map(read, SCRIPTS)),
+        "data": json_text.replace("<", "\\u003c")}
     text = read("page.html")
     for name, part in parts.items():   # data last: whatever is in it stays as it is
         text = text.replace("{{" + name + "}}", part)
@@ -76,9 +79,10 @@ def data_of(traces, tokenizer, calculated=""):
     All that the page knows of recorded runs, {name: trace}. Times are in milliseconds from a run's
     start. calculated: of which GPU, if they are; then they are the same on every machine
     """
-    return {"runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
-            "names": NAMES, "calculated": calculated, "walk": [], "clock": CLOCK,
-            "gpu": gpu_data(), "vocabulary": vocabulary(traces, tokenizer)}
+    return {
+        "runs": [run_data(name, trace, calculated) for name, trace in traces.items()],
+        "names": NAMES, "calculated": calculated, "walk": [], "clock": CLOCK,
+        "gpu": gpu_data(), "vocabulary": vocabulary(traces, tokenizer)}
 
 
 def ms(seconds):
@@ -87,23 +91,43 @@ def ms(seconds):
 
 def run_data(name, trace, calculated):
     recorder = trace.recording
-    number = {request.name: i for i, request in enumerate(recorder.requests)}
-    passes = {
-        "step": [p.step for p in trace.passes], "ms": [ms(p.seconds) for p in trace.passes],
-        "shape": [p.shape for p in trace.passes],
-        "work": [[value for who, *n in p.work for value in (number[who], *n)]   # ..., first, n
-                 for p in trace.passes],
-        "finished": [[number[who] for who in p.finished] for p in trace.passes],
-        "start": [ms(trace.step_times[p.step] - trace.started) for p in trace.passes],
-        **{count: [getattr(p, count) for p in trace.passes] for count in COUNTS},
-        **{column: [frame[column] for frame in recorder.frames] for column in FRAME}}
-    return {"name": name, "stage": trace.stage.removesuffix(", varlen"),   # as in schedule.js
-            "idea": idea(recorder.generate), "knobs": recorder.knobs,
-            "place": calculated or place(recorder.model), "pool": recorder.pool,
-            "check": check_data(recorder, calculated),
-            "xray": {name: getattr(recorder, name) for name in ("left_out", "wrong", "sentences")},
-            "requests": [request_data(request, trace) for request in recorder.requests],
-            "passes": passes}
+    return {
+        "name": name,
+        "stage": trace.stage.removesuffix(", varlen"),   # as in schedule.js
+        "idea": idea(recorder.generate),
+        "knobs": recorder.knobs,
+        "place": calculated or place(recorder.model),
+        "pool": recorder.pool,
+        "check": check_data(recorder, calculated),
+        "xray": {name: getattr(recorder, name) for name in ("left_out", "wrong", "sentences")},
+        "requests": [request_data(request, trace) for request in recorder.requests],
+        "passes": passes_data(trace)}
+
+
+def passes_data(trace):
+    """{column: its values, one for each pass}: what the trace and the recorder know of them."""
+    passes, frames = trace.passes, trace.recording.frames
+    number = {request.name: i for i, request in enumerate(trace.recording.requests)}
+    columns = {
+        "step": [p.step for p in passes],
+        "ms": [ms(p.seconds) for p in passes],
+        "shape": [p.shape for p in passes],
+        "work": [work_data(p, number) for p in passes],
+        "finished": [[number[name] for name in p.finished] for p in passes],
+        "start": [ms(trace.step_times[p.step] - trace.started) for p in passes]}
+    for count in COUNTS:
+        columns[count] = [getattr(p, count) for p in passes]
+    for column in FRAME:
+        columns[column] = [frame[column] for frame in frames]
+    return columns
+
+
+def work_data(p, number):
+    """A pass's work without brackets: request, first position, tokens, and so on."""
+    values = []
+    for name, first, n in p.work:
+        values += [number[name], first, n]
+    return values
 
 
 def request_data(request, trace):
@@ -131,13 +155,18 @@ def idea(generate):
 
 
 def place(model):
-    dtype = str(next(model.parameters(), torch.zeros(0)).dtype).removeprefix("torch.")
+    """Device, threads and type of numbers."""
+    dtype = next(model.parameters(), torch.zeros(0)).dtype
     threads = torch.get_num_threads()
-    return (f"{model.device}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, "
-            f"{dtype}")
+    plural = "s" if threads > 1 else ""
+    return (f"{model.device}, {threads} thread{plural}, torch {torch.__version__}, "
+            + str(dtype).removeprefix("torch."))
 
 
 def vocabulary(traces, tokenizer):
     """{token id: its text}; a token that is not whole characters is a list of its bytes."""
-    used = {token for trace in traces.values() for r in trace.requests for token in r.tokens}
+    used = set()
+    for trace in traces.values():
+        for request in trace.requests:
+            used.update(request.tokens)
     return {token: word(tokenizer, token) for token in sorted(used)}

@@ -94,23 +94,14 @@ def timeline(ax, trace, last_step):
     not drawn.
     """
     row_of = {request.name: i for i, request in enumerate(trace.requests)}
-    prompt = {request.name: len(request.prompt) for request in trace.requests}
     next_step = {request.name: request.arrival for request in trace.requests}
-    reached = dict.fromkeys(prompt, 0)   # tokens computed so far
+    kinds_of = kinds_by_request(trace)
     wide = 0.92 if last_step <= 45 else 1   # gaps of a pixel or none would look like a pattern
-    for p in trace.passes:
-        own_row = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
-        for name, first, n in p.work:
-            again = max(0, min(reached[name], first + n) - first)
-            prefill = max(0, min(prompt[name], first + n) - first - again)
-            reached[name] = max(reached[name], first + n)
-            width = p.shape[1] if own_row else n
-            cell(ax, p.step, row_of[name], {"recomputed": again / width, "prefill": prefill / width,
-                                            "decode": (n - again - prefill) / width,
-                                            "pad": (width - n) / width}, wide)
+    for p, kinds in zip(trace.passes, kinds_of):
+        for name, shares in kinds.items():
+            cell(ax, p.step, row_of[name], shares, wide)
             if p.step > next_step[name]:   # it had come, and was in no pass
-                ax.plot([next_step[name] - 0.5, p.step - 0.5], [row_of[name]] * 2,
-                        color=COLORS["waiting"], linewidth=1, label=NAMES["waiting"])
+                draw_waiting(ax, row_of[name], next_step[name], p.step)
             next_step[name] = p.step + 1
         for name in p.finished:
             cell(ax, p.step, row_of[name], {"finished": 1}, wide)
@@ -120,10 +111,42 @@ def timeline(ax, trace, last_step):
     ax.tick_params(axis="y", length=0)
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
-    slots, useful = sum(p.slots for p in trace.passes), sum(p.useful for p in trace.passes)
+    ax.set_title(title(trace), fontsize=9, wrap=LOOK.narrow)
+
+
+def title(trace):
+    slots = sum(p.slots for p in trace.passes)
+    useful = sum(p.useful for p in trace.passes)
     useful_share = f"{useful / slots:.0%} of {slots:,} slots useful"
-    ax.set_title(f"{trace.stage}: {len(trace.passes)} passes, {useful_share}", fontsize=9,
-                 wrap=LOOK.narrow)
+    return f"{trace.stage}: {len(trace.passes)} passes, {useful_share}"
+
+
+def kinds_by_request(trace):
+    """For each pass {request: {kind: its share of the request's row}}."""
+    prompt_of = {request.name: len(request.prompt) for request in trace.requests}
+    reached = dict.fromkeys(prompt_of, 0)   # tokens computed so far
+    passes = []
+    for p in trace.passes:
+        has_rows = len(p.shape) == 2 and p.shape[0] == len(p.work) + len(p.finished)
+        kinds = {}
+        for name, first, n in p.work:
+            end = first + n
+            again = max(0, min(reached[name], end) - first)
+            prefill = max(0, min(prompt_of[name], end) - first - again)
+            reached[name] = max(reached[name], end)
+            counts = {"recomputed": again, "prefill": prefill, "decode": n - again - prefill}
+            slots = n
+            if has_rows:
+                slots = p.shape[1]
+                counts["pad"] = slots - n
+            kinds[name] = {kind: count / slots for kind, count in counts.items()}
+        passes.append(kinds)
+    return passes
+
+
+def draw_waiting(ax, row, since, until):
+    ax.plot([since - 0.5, until - 0.5], [row, row], color=COLORS["waiting"], linewidth=1,
+            label=NAMES["waiting"])
 
 
 def cell(ax, step, row, shares, wide):
