@@ -54,7 +54,8 @@ def test_each_script_with_its_defaults(stage):
     short = [] if os.environ.get("THOROUGH") else ["--max_new_tokens", "12"]
     code, out, err = captured(as_program, stage.__name__, *short)
     assert code == 0, out + err
-    assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]   # 9 more
+    assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]
+    assert "\n--- and 9 more: --texts prints them\n" in out
     *_, verdict, further = out.splitlines()
     assert verdict.startswith("12/12 requests identical to unbatched")
     assert re.search(r"^  limits  +(max_batch (4|12)|one request)", out, re.M)
@@ -253,6 +254,9 @@ def test_flags_without_meaning_are_named_and_files_are_written(stage, tmp_path):
     assert "buys" not in out
     ignored = re.findall(r"^--(\w+) has no meaning for this stage: ignored$", out, re.M)
     assert {*ignored} == {*knobs, "no_cache"} - flags_of(stage)
+    own = [f"{name} {knobs[name]}" for name in flags.NUMBERS if name in flags_of(stage)]
+    limits = ", ".join(own) or "one request at a time"
+    assert re.search(f"^  limits +{limits}$", out, re.M)
     pixels = matplotlib.image.imread(tmp_path / "x.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
     name = json.loads((tmp_path / "x.json").read_text())["stage"]
@@ -343,8 +347,9 @@ def test_a_small_model_runs_on_one_thread(monkeypatch):
         assert asked == expected
         asked.clear()
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    run(generate_ragged, "--prompt", "a", "--max_new_tokens", 1, "--threads", 3)
-    assert asked == [3]
+    short = "--prompt", "a", "--max_new_tokens", 1, "--threads"
+    assert run(generate_ragged, *short, 4)[0] == 0 and asked == [4]
+    assert run(generate_ragged, *short, 5)[0] == 2 and asked == [4]
 
 
 # --- too little memory, by flags: the outputs are the same, the report says what it took ----------

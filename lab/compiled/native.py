@@ -42,19 +42,19 @@ def library():
         message = " ".join(str(error).split())
         raise ValueError(f"{COMPILER} cannot build native.cpp: {message}") from None
     number, pointer = ctypes.c_int64, ctypes.c_void_p
-    loaded.panel_width.restype, loaded.multiply.restype, loaded.step.restype = number, None, number
+    loaded.panel_width.restype = number
+    loaded.multiply.restype = None
     loaded.multiply.argtypes = [*[pointer] * 4, *[number] * 5]
+    loaded.step.restype = number
     loaded.step.argtypes = [*[pointer] * 4, number, pointer, number, pointer, number]
     return loaded
 
 
 def build():
     """The path of the shared library for this source, compiler and processor."""
-    def run(*arguments):
-        return subprocess.run([*COMPILER.split(), *arguments], capture_output=True, timeout=120)
-
-    machine = run("-march=native", "-dM", "-E", "-x", "c++", os.devnull).stdout
-    digest = hashlib.sha256(SOURCE.read_bytes() + machine + repr(FLAGS).encode()).hexdigest()[:16]
+    machine = compiler("-march=native", "-dM", "-E", "-x", "c++", os.devnull).stdout
+    built_from = SOURCE.read_bytes() + machine + repr(FLAGS).encode()
+    digest = hashlib.sha256(built_from).hexdigest()[:16]
     path = SOURCE.with_name("build") / f"native-{digest}.so"
     if path.exists():
         return path
@@ -62,14 +62,23 @@ def build():
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = f"{folder}/native"
         # Two calls, so that no OpenMP is linked: its functions are found in what torch has loaded.
-        for arguments in ([*FLAGS, "-c", str(SOURCE), "-o", f"{part}.o"],
-                          ["-shared", f"{part}.o", "-o", f"{part}.so"]):
-            done = run(*arguments)
-            if done.returncode:
-                lines = done.stderr.decode(errors="replace").splitlines() or ["no message"]
-                raise RuntimeError(next((line for line in lines if "error" in line), lines[-1]))
+        succeed(compiler(*FLAGS, "-c", str(SOURCE), "-o", f"{part}.o"))
+        succeed(compiler("-shared", f"{part}.o", "-o", f"{part}.so"))
         os.replace(f"{part}.so", path)   # in one piece: several processes may build it
     return path
+
+
+def compiler(*arguments):
+    return subprocess.run([*COMPILER.split(), *arguments], capture_output=True, timeout=120)
+
+
+def succeed(call):
+    """RuntimeError with the first line of a failed call that names an error, or else its last."""
+    if call.returncode == 0:
+        return
+    lines = call.stderr.decode(errors="replace").splitlines() or ["no message"]
+    errors = [line for line in lines if "error" in line]
+    raise RuntimeError(errors[0] if errors else lines[-1])
 
 
 def keep_memory():
@@ -103,22 +112,30 @@ def pack(weight):
     """
     (n, k), width = weight.shape, library().panel_width()
     packed = torch.empty(-(-n // width), k, width, **FLOAT)
-    first, end = (at // 2**21 * 2**21 for at in (
-        packed.data_ptr() + 2**21 - 1, packed.data_ptr() + packed.nbytes))
+    ask_for_large_pages(packed)
+    panels = F.pad(weight, (0, 0, 0, -n % width)).view(-1, width, k)
+    return packed.copy_(panels.mT)
+
+
+def ask_for_large_pages(tensor):
+    """Of the whole ones inside it. Before anything is written: then they are given out."""
+    size = 2**21
+    first = -(-tensor.data_ptr() // size) * size
+    end = (tensor.data_ptr() + tensor.nbytes) // size * size
     if hasattr(mmap, "MADV_HUGEPAGE") and first < end:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first),
                                   mmap.MADV_HUGEPAGE)
-    return packed.copy_(F.pad(weight, (0, 0, 0, -n % width)).view(-1, width, k).mT)
 
 
 def multiply(x, packed, n, bias=None, gelu=False):
     """x (..., k) times a packed weight (n, k), plus bias (n,), perhaps through GELU: (..., n)."""
     k, width = x.size(-1), library().panel_width()
-    rows, y = x.reshape(-1, k).contiguous(), torch.empty(*x.shape[:-1], n, **FLOAT)
+    rows = x.reshape(-1, k).contiguous()
+    y = torch.empty(*x.shape[:-1], n, **FLOAT)
+    of_bias = None if bias is None else address(bias.data, torch.float32, (n,))
     library().multiply(
         address(rows, torch.float32, rows.shape),
-        address(packed, torch.float32, (-(-n // width), k, width)),
-        None if bias is None else address(bias.data, torch.float32, (n,)),
+        address(packed, torch.float32, (-(-n // width), k, width)), of_bias,
         address(y, torch.float32, y.shape), len(rows), k, n, gelu, torch.get_num_threads())
     return y
 

@@ -2,7 +2,7 @@
 import json
 import math
 import re
-from itertools import count, repeat
+from itertools import repeat
 from pathlib import Path
 
 from lab.loading.arrivals import poisson
@@ -69,31 +69,48 @@ def make_requests(prompts, tokenizer, arrival_rate=None, chat=False, config=None
     chat:         puts each prompt into the tokenizer's chat template, as a user's message
     config:       of the model that they must fit
     """
+    refuse_flags(arrival_rate, chat, tokenizer, defaults)
+    times = repeat(0)
+    if arrival_rate:
+        times = poisson(len(prompts), arrival_rate, defaults["seed"])
+    given_names = {str(entry.get("name")) for entry in prompts}
+    requests, names = [], set()
+    for i, (entry, time) in enumerate(zip(prompts, times)):
+        settings = {**defaults, "seed": defaults["seed"] + i, "name": free_name(i, given_names),
+                    "arrival": int(min(time, 1e9)),
+                    **{key: value for key, value in entry.items() if value is not None}}
+        with one_line(settings.pop("where", "--prompt")):
+            tokens = encode(settings.pop("prompt"), tokenizer, chat)
+            request = Request(tokens, eos_token=tokenizer.eot_token, **settings)
+            if request.name in names:
+                raise ValueError(f"{request}: another one has this name")
+            if config:
+                check_run([request], config)
+        names.add(request.name)
+        requests.append(request)
+    return requests
+
+
+def refuse_flags(arrival_rate, chat, tokenizer, defaults):
+    """ValueError for what is wrong with all requests, and so with a flag."""
     if arrival_rate is not None and not 0 < arrival_rate < math.inf:
         raise ValueError(f"--arrival_rate must be above 0, not {arrival_rate}")
     if chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError("--chat: this model has no chat template")
     try:
         Request([0], **defaults)
-    except ValueError as error:   # of a flag, not of one request
+    except ValueError as error:
         raise ValueError(str(error).replace("request: ", "--", 1)) from None
-    times = poisson(len(prompts), arrival_rate, defaults["seed"]) if arrival_rate else repeat(0)
-    requests = []
-    names = {str(entry.get("name")): False for entry in prompts}   # whether it has come
-    for i, (entry, time) in enumerate(zip(prompts, times)):
-        name = next(name for n in count(i) if (name := f"r{n}") not in names)
-        entry = {"where": "--prompt", **defaults, "seed": defaults["seed"] + i, "name": name,
-                 "arrival": int(min(time, 1e9)),
-                 **{key: value for key, value in entry.items() if value is not None}}
-        with one_line(entry.pop("where")):
-            text = entry.pop("prompt")
-            tokens = (tokenizer.encode_chat([{"role": "user", "content": text}]) if chat
-                      else tokenizer.encode(text, allowed_special="all"))
-            request = Request(tokens, eos_token=tokenizer.eot_token, **entry)
-            if names.get(request.name):
-                raise ValueError(f"{request}: another one has this name")
-            names[request.name] = True
-            if config:
-                check_run([request], config)
-            requests.append(request)
-    return requests
+
+
+def free_name(number, taken):
+    """r0, r1, ...: by default the request's number, or the next one that no entry gives itself."""
+    while f"r{number}" in taken:
+        number += 1
+    return f"r{number}"
+
+
+def encode(text, tokenizer, chat):
+    if chat:
+        return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(text, allowed_special="all")
