@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 from common import ROOT, THOROUGH, refused
 
+import generate_prefix
 from beyond import ahead
 from beyond.fairness import SCHEDULERS, FairScheduler
 from generate_prefix import PrefixScheduler
@@ -28,6 +29,8 @@ from lab.experiments.plan_rules import (
 from lab.experiments.plan_workloads import KINDS, workloads
 from lab.loading.recorded import RECORDED
 from lab.views.stage_table import NoModel
+from model import GPTConfig
+from request import Request
 
 VERSION, WORKS = plans.recorded()
 PART = len(WORKS) if THOROUGH else 12   # of each kind, the first so many are compared
@@ -105,6 +108,24 @@ def test_plans_are_those_of_vllm(kind, mode):
     differ = plans.different(works, mode, plans.OURS[mode])
     assert not plans.faults_of(mode, works, differ)
     assert mode == "priority" or not differ
+
+
+def document():
+    return " ".join((ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").split())
+
+
+@pytest.mark.thorough
+def test_vllm_md_counts_the_empty_steps():
+    lost = len(plans.different(WORKS, "priority", plans.OURS["priority"]))
+    assert f"{len(WORKS) - lost:,} of {len(WORKS):,}" in document()
+    assert f"In the {lost} workloads, vLLM plans a step that computes nothing" in document()
+
+
+def test_the_context_ends_one_token_later_as_vllm_md_says():
+    request = Request([1] * 3, 99)
+    generate_prefix.generate(NoModel(GPTConfig(block_size=8)), request)
+    said = f"In a context of 8, a prompt of 3 gets {len(request.generated)} tokens"
+    assert request.finish_reason == "length" and said in document()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,8 +222,7 @@ WITHOUT = {   # a rule as docs/vllm.md ends it, the mode, and what makes our pla
 @pytest.mark.parametrize("rule", WITHOUT)
 def test_vllm_md_counts_what_each_rule_changes(rule):
     """In brackets behind a rule: how many of the recorded plans differ without it."""
-    text = " ".join((ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").split())
-    written = text.split(f"{rule} (")[1].split(")")[0]
+    written = document().split(f"{rule} (")[1].split(")")[0]
     assert written == f"{len(plans.different(WORKS, *WITHOUT[rule])):,}"
 
 

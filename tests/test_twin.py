@@ -9,7 +9,7 @@ from os.path import commonprefix
 from types import SimpleNamespace
 
 import pytest
-from common import THOROUGH
+from common import ROOT, THOROUGH
 
 from lab import flags
 from lab.explorer import build, page
@@ -153,6 +153,8 @@ def test_the_twin_makes_vllms_plans(javascript):
         for step, flat in passes:   # request, start, n; request, start, n; ...
             plans.append([step, {f"r{owner}": n for owner, n in zip(flat[::3], flat[2::3])}])
         assert plans == work["plans"]["fcfs"]
+    document = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert f"JavaScript makes {len(works):,} of {len(works):,} plans" in " ".join(document.split())
     said = f"{len(works):,} of {len(works):,} recorded workloads without aborts (vLLM {version})"
     for text in page.read("page.html"), build.PAGE.read_text(encoding="utf-8"):
         assert said in " ".join(text.split())
