@@ -49,8 +49,9 @@ class Engine:
         line = self.process.stdout.readline()
         if not line:
             self.log.seek(0)
-            said = [line for line in self.log.read().splitlines() if line.strip()] or ["nothing"]
-            raise RuntimeError(f"the engine {self.name} has ended, its last words: {said[-1]:.200}")
+            lines = [line for line in self.log.read().splitlines() if line.strip()]
+            last = lines[-1] if lines else "nothing"
+            raise RuntimeError(f"the engine {self.name} has ended, its last words: {last:.200}")
         os.killpg(self.process.pid, signal.SIGSTOP)
         return json.loads(line)
 
@@ -107,8 +108,14 @@ def openvino(folder, max_batch, token_budget, threads):
             handles.append(pipeline.add_request(i, ids, config))
         while pipeline.has_non_finished_requests():
             pipeline.step()
-            yield [(i, token) for i, handle in enumerate(handles) if handle.can_read()
-                   for token in [[t for out in handle.read().values() for t in out.generated_ids]]]
+            yield [(i, tokens_from(handle)) for i, handle in enumerate(handles)
+                   if handle.can_read()]
+
+    def tokens_from(handle):
+        tokens = []
+        for output in handle.read().values():
+            tokens += output.generated_ids
+        return tokens
 
     return f"OpenVINO GenAI {genai.__version__}, float32 weights, cache and arithmetic", generate
 

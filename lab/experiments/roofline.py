@@ -7,6 +7,8 @@ What the machine can do, and the least time that a schedule needs on it.
 An operation counts if a token's logits need it. In the last block, tokens that are not sampled from
 need only their keys and values. Claim R7 says which of the two takes longer.
 """
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 
@@ -21,34 +23,54 @@ def machine_peaks(fast):
     several large multiplications, torch's and those of a snapshot.
     """
     layer, device = fast.h[0].mlp.c_fc, fast.device
-    ways = [lambda x: F.linear(x, layer.weight, layer.bias)]
+    ways = [partial(F.linear, weight=layer.weight, bias=layer.bias)]
     if hasattr(fast, "uses"):
         packed = native.pack(layer.weight)
-        ways.append(lambda x: native.multiply(x, packed, layer.out_features, layer.bias))
+        ways.append(partial(native.multiply, packed=packed, n=layer.out_features, bias=layer.bias))
     speeds = []
     for rows in (256, 512, 1024, 2048):
         x = torch.randn(rows, layer.in_features, device=device).to(layer.weight.dtype)
-        speeds += [2 * rows * layer.weight.numel() / median_seconds(lambda: multiply(x), device)
-                   for multiply in ways]
+        for multiply in ways:
+            seconds = median_seconds(partial(multiply, x), device)
+            speeds.append(2 * rows * layer.weight.numel() / seconds)
     x = torch.ones(2**27, device=device)
     return {"peak": max(speeds), "bandwidth": x.nbytes / median_seconds(x.sum, device)}
 
 
 def roofline(model, trace, peak, bandwidth):
     """The least seconds for the passes of a ragged trace."""
-    L, attn, size = len(model.h), model.h[0].attn, model.wte.weight.element_size()
-    Q, K = len(attn.query.weight), len(attn.key.weight)   # features of a query; of a key
-    block = sum(p.numel() for p in model.h[0].parameters() if p.dim() == 2)
-    kv, vocabulary = 2 * attn.key.weight.numel(), model.wte.weight.numel()
-    sampled = {(step, request.name) for request in trace.requests for step in request.token_steps}
+    sampled = set()   # (step, name) of the requests that get a token
+    for request in trace.requests:
+        sampled.update((step, request.name) for step in request.token_steps)
     total = 0.0
     for p in trace.passes:
-        tokens = sum(n for _, _, n in p.work)
-        # keys that each sampled token sees
         seen = [first + n for name, first, n in p.work if (p.step, name) in sampled]
-        keys = sum(first + 2 * n for _, first, n in p.work)   # all are read, the new ones written
-        multiplied = ((L - 1) * block + kv) * tokens + (block - kv + vocabulary) * len(seen)
-        operations = 2 * multiplied + 4 * Q * ((L - 1) * p.useful_scores + sum(seen))
-        memory = size * (L * block + vocabulary * bool(seen) + 2 * L * K * keys)
+        operations, memory = needs(model, p, seen)
         total += max(operations / peak, memory / bandwidth)
     return total
+
+
+def needs(model, p, seen):
+    """
+    (operations, bytes) of a pass.
+
+    seen: of each token that is sampled from, the keys that it sees
+    """
+    layers, attention = len(model.h), model.h[0].attn
+    query_size, key_size = len(attention.query.weight), len(attention.key.weight)   # features
+    block = sum(weight.numel() for weight in model.h[0].parameters() if weight.dim() == 2)
+    keys_and_values = 2 * attention.key.weight.numel()
+    vocabulary = model.wte.weight.numel()
+
+    tokens = sum(n for _, _, n in p.work)
+    multiplied = ((layers - 1) * block + keys_and_values) * tokens
+    multiplied += (block - keys_and_values + vocabulary) * len(seen)   # of the last block
+    scores = (layers - 1) * p.useful_scores + sum(seen)
+    operations = 2 * multiplied + 4 * query_size * scores
+
+    numbers = layers * block
+    if seen:
+        numbers += vocabulary
+    keys = sum(first + 2 * n for _, first, n in p.work)   # all are read, the new ones written
+    numbers += 2 * layers * key_size * keys
+    return operations, numbers * model.wte.weight.element_size()

@@ -80,32 +80,60 @@ def train(args):
     out = Path(args.out)
     with one_line(f"--out {out}"):
         out.mkdir(parents=True, exist_ok=True)
-
-    # 1. text, of which one document in twenty is held out, and tokenizer
-    all_texts = [f"# {title}\n{body}" for title, body in documents()]
-    random.Random(0).shuffle(all_texts)
-    held_out, texts = all_texts[:len(all_texts) // 20], all_texts[len(all_texts) // 20:]
+    texts, held_out = split_documents()
     ranks = train_ranks(texts, N_TOKENS)
     encoding = from_ranks(ranks, "builtin")
-    (out / "ranks.tiktoken").write_bytes(b"".join(
-        base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
-    docs, val = ([tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(each)]
-                 for each in (texts, held_out))
+    write_ranks(ranks, out / "ranks.tiktoken")
+    docs, val = encoded(encoding, texts), encoded(encoding, held_out)
     print(f"{len(docs)} documents of {sum(map(len, docs)):,} tokens, {len(val)} held out")
-
-    # 2. model and optimizer; weight decay for matrices only
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=256, vocab_size=encoding.n_vocab,
                           n_layer=4, n_head=4, n_embd=128))
-    optimizer = torch.optim.AdamW([
-        {"params": [p for p in model.parameters() if p.dim() == dim], "weight_decay": decay}
-        for dim, decay in ((2, 0.1), (1, 0.0))], lr=3e-3, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
-        (step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)))   # warm-up, cosine
-
-    # 3. train
     rng = random.Random(0)
-    for step in range(args.steps):
+    take_steps(model, docs, rng, args.steps)
+    print(f"validation loss {validation_loss(model, val, rng):.3f}")
+    write_gpt2(model, out)   # GPT.from_pretrained reads it
+    print(f"wrote {out}: try  python generate_naive.py --model {out}")
+    return 0
+
+
+def split_documents():
+    """(texts to train on, one in twenty that is held out)"""
+    texts = [f"# {title}\n{body}" for title, body in documents()]
+    random.Random(0).shuffle(texts)
+    held_out = len(texts) // 20
+    return texts[held_out:], texts[:held_out]
+
+
+def write_ranks(ranks, path):
+    """As tiktoken has them: a line for each token, in base64, and its rank."""
+    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
+    path.write_bytes(b"".join(lines))
+
+
+def encoded(encoding, texts):
+    return [tokens + [encoding.eot_token] for tokens in encoding.encode_ordinary_batch(texts)]
+
+
+def optimizer_of(model, steps):
+    """(AdamW with weight decay for matrices only, its schedule: a warm-up, then a cosine)"""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1},
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=3e-3, betas=(0.9, 0.99))
+
+    def share_of_rate(step):
+        warm_up = (step + 1) / 100
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
+        return min(warm_up, cosine)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
+
+
+def take_steps(model, docs, rng, steps):
+    optimizer, schedule = optimizer_of(model, steps)
+    for step in range(1, steps + 1):
         x, y = get_batch(docs, model.config.block_size, rng)
         loss = loss_of(model, x, y)
         optimizer.zero_grad()
@@ -113,14 +141,13 @@ def train(args):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1:5d}/{args.steps}  loss {loss.item():.3f}", flush=True)
-    with torch.no_grad():
-        nats = mean(loss_of(model, *get_batch(val, model.config.block_size, rng)).item()
-                    for _ in range(20))
-    print(f"validation loss {nats:.3f}")
+        if step % 100 == 0:
+            print(f"step {step:5d}/{steps}  loss {loss.item():.3f}", flush=True)
 
-    # 4. the result, which GPT.from_pretrained reads
-    write_gpt2(model, out)
-    print(f"wrote {out}: try  python generate_naive.py --model {out}")
-    return 0
+
+@torch.no_grad()
+def validation_loss(model, docs, rng):
+    losses = []
+    for _ in range(20):
+        losses.append(loss_of(model, *get_batch(docs, model.config.block_size, rng)).item())
+    return mean(losses)
