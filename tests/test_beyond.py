@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import common
@@ -18,7 +19,9 @@ from test_essays import MODEL, STAGES, run
 import generate_prefix
 from beyond import ahead
 from beyond.speculative import Lookup
-from lab.views.report import report, totals
+from lab import essays
+from lab.simulate.hardware import Engine, constants, gpu_of, seconds, shape_of
+from lab.views.report import SUMS, report, totals
 from request import Request, prepare
 from scheduler import Scheduler
 from toolbox.trace import observed
@@ -146,3 +149,43 @@ def test_observers_see_each_pass_before_it_is_computed():
     with observed(model, lambda step, batch: seen.append((step, list(batch.plan)))):
         trace = ahead.generate(model, [Request([1, 2, 3], 4), Request([4], 2, arrival=1)])
     assert [step for step, _ in seen] == [p.step for p in trace.passes]
+
+
+# --- figures of the commands, counted by hand -----------------------------------------------------
+
+def test_tokens_that_earlier_turns_had_computed():
+    """
+    Two sessions of two turns, with 6 and 10 tokens, and with 4 and 8. The last token of a turn is
+    not computed. With all pages kept, 9 and 7 tokens are computed; without, 5 and 3 once more.
+    """
+    def session(*turns):
+        return SimpleNamespace(turns=[SimpleNamespace(tokens=[0] * n) for n in turns])
+
+    def trace(slots):
+        record = SimpleNamespace(**dict.fromkeys(SUMS, 0) | {"slots": slots}, work=[])
+        return SimpleNamespace(passes=[record], requests=[], started=0.0)
+
+    both = [session(6, 10), session(4, 8)]
+    assert essays.computed_again(both, trace(16)) == 0
+    assert essays.computed_again(both, trace(16 + 5 + 3)) == 1
+    assert essays.computed_again(both, trace(16 + 2)) == 0.25
+
+
+@pytest.mark.parametrize("spans, old", [
+    ([(0, 0, 3), (0, 3, 4), (1, 4, 5)], 1),             # the third token sees keys of both
+    ([(0, 0, 3), (1, 3, 4), (1, 4, 5)], 2),
+    ([(0, 0, 3), (1, 0, 4), (1, 4, 5)], 0),             # computed again with the new weights
+    ([(0, 0, 2), (1, 2, 3), (2, 3, 4), (2, 4, 5)], 3),   # a chunk is no token
+    ([(1, 0, 3), (1, 3, 4), (1, 4, 5)], 0)])
+def test_tokens_that_were_sampled_over_keys_of_older_weights(spans, old):
+    assert essays.over_old_keys(SimpleNamespace(prompt=[1, 2, 3], spans=spans)) == old
+
+
+def test_a_pass_of_guesses_samples_one_token_of_each_request():
+    shape, gpu, engine = shape_of("llama-2-7b"), gpu_of("a100"), Engine()
+    for requests, rows in (1, 1), (8, 5), (256, 5):
+        slots = requests * rows
+        free = replace(engine, per_request=0.0)
+        expected = seconds(constants(shape, gpu, free), slots, slots, 512 * slots, 512 * requests)
+        assert essays.pass_on_a100(requests, rows) == pytest.approx(
+            expected + requests * engine.per_request)

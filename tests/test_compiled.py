@@ -348,6 +348,14 @@ def test_a_batch_is_for_one_pass():
                            "attend of the batch that a trace has announced")
 
 
+def test_the_reason_that_is_told_is_that_of_most_passes():
+    fast = optimize(PLAIN)
+    fast.passes = Counter({"rare": 1, "frequent": 3, None: 2})
+    assert fast.uses() == "compiled step: in 2 of 6 passes; in the others not: frequent"
+    del fast.passes[None]
+    assert fast.uses() == "compiled step: no, frequent"
+
+
 def test_observers_and_hooks_see_compiled_passes():
     fast, seen = optimize(PLAIN), Counter()
     with observed(PLAIN, lambda *_: seen.update(["model's"])):

@@ -53,6 +53,31 @@ def test_the_workloads_are_those_that_the_docs_describe():
     assert all(1 <= len(r.prompt) <= 512 and r.max_new_tokens == 1 for r in prefill)
     assert all(len(r.prompt) == 16 and 32 <= r.max_new_tokens <= 256 for r in decode)
     assert [r.prompt for r in mixture] == [r.prompt for r in bench.workload("W1", 50257)]
+    assert bench.tokens_of("W2", prefill) == sum(len(r.prompt) for r in prefill)
+    for name, requests in ("W1", mixture), ("W3", decode):
+        assert bench.tokens_of(name, requests) == sum(r.max_new_tokens for r in requests)
+
+
+def test_the_gaps_that_a_table_names():
+    """101 gaps of 1 to 101 ms; and three short ones, which get a decimal."""
+    points = {"many": [(n, n / 1e3) for n in range(1, 102)],
+              "few": [(1, 0.003), (2, 0.001), (3, 0.002)]}
+    table = rows.gaps_table({"points": points, "repeats": 3})
+    assert table.head[1:] == ["p50", "p99", "worst"]
+    assert table.rows == [["many", "51 ms", "100 ms", "101 ms"],
+                          ["few", "2.0 ms", "3.0 ms", "3.0 ms"]]
+
+
+def test_rows_are_compared_with_one_row():
+    table = rows.rows_table({"model": "x", "points": [(1, 0.004), (8, 0.008)]})
+    assert table.rows == [[1, "4.00 ms, ×1.0"], [8, "8.00 ms, ×4.0"]]
+
+
+def test_a_quick_workload_is_a_quarter():
+    mixture, prefill, decode = (bench.workload(name, 50257, True) for name in bench.WORKLOADS)
+    assert [len(w) for w in (mixture, prefill, decode)] == [8, 16, 8]
+    assert [r.prompt for r in mixture] == [r.prompt for r in bench.workload("W1", 50257)[:8]]
+    assert all(8 <= r.max_new_tokens <= 64 for r in decode)
 
 
 def test_the_roofline_by_hand():

@@ -98,6 +98,19 @@ def test_a_client_waits_for_its_answer_and_the_front_end_for_each_request():
     assert b[0] - second == pytest.approx(a[0])
 
 
+def test_a_log_says_how_many_run_and_whether_tokens_were_computed_again():
+    """C takes B's place; D and E have too few pages at the end, and the second is preempted."""
+    def log(stage, *lengths, **knobs):
+        return calculated.log_of(TINY, SLOW, STAGES[stage], workload(lengths), **knobs)
+
+    served = log("ragged, varlen", (2, 3), (2, 1), (2, 1), max_batch=2)
+    assert served.passes == [2, 2, 1] and served.useful == 1.0
+    short = log("paged", (4, 6), (4, 6), pages=4, page_size=4)
+    assert short.counts["preemptions"] == 1 and short.useful is None
+    enough = log("paged", (4, 6), (4, 6), pages=6, page_size=4)
+    assert not enough.counts.get("preemptions") and enough.useful == 1.0
+
+
 # --- the clock ------------------------------------------------------------------------------------
 
 def test_four_steps_by_hand():
@@ -184,6 +197,11 @@ def test_real_runs_are_met_better_than_by_others():
     assert min(e2e for _, e2e, _ in found.values()) == found["lab.simulate"][1]
 
 
+def test_an_error_is_a_share_of_what_was_measured():
+    run = {"ttft_ms": 100.0, "e2e_ms": 200.0, "between_ms": 10.0}
+    assert real_runs.errors_of(run, [150, 50, 10]) == pytest.approx([0.5, -0.75, 0])
+
+
 def test_real_runs_are_shown_by_groups_of_several_the_largest_first():
     """Three runs of this and two of another simulator: medians of the errors, without a sign."""
     runs = [({"gpu": "h100", "tp": tp, "half": half}, {
@@ -212,6 +230,22 @@ def test_simulate_prints_figures_and_writes_them(tmp_path):
     assert found["calculated"] and {"tokens_per_s", "passes", "e2e_ms"} <= set(found)
     assert found["itl_ms"]["p50"] is None and found["goodput"] == 0   # none within 1 ms
     assert "useful" in printed("--stage naive --input 8:9 --output 3 --requests 2")
+
+
+def test_what_is_printed_are_the_figures(tmp_path):
+    """At a rate that the GPU keeps up with, and within limits that only some requests keep."""
+    out = printed("--input 90:110 --output 2:3 --requests 300 --rate 20 --ttft 25 --itl 1000 "
+                  f"--json {tmp_path}/a.json")
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["requests_per_s"] == pytest.approx(20, rel=0.1)
+    assert 0 < found["goodput"] < 0.95 * found["requests_per_s"]
+    first, head, *waits, counts = out.splitlines()
+    assert f" {found['tokens_per_s']:,.0f} tokens/s, {found['requests_per_s']:,.2f} req" in first
+    assert f" {found['goodput']:,.2f} of them within the limits" in first
+    assert head.split() == ["ms", "mean", "p50", "p90", "p99"]
+    for line, (name, key) in zip(waits, simulate.WAITS.items(), strict=True):
+        assert line.split() == [name, *(f"{found[key][q]:,.1f}" for q in head.split()[1:])]
+    assert counts.startswith(f"300 requests, {found['passes']} passes") and "at once" not in counts
 
 
 def test_real_runs_are_printed(monkeypatch):
