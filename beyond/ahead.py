@@ -20,17 +20,18 @@ first. When it begins pass 2, it has the tokens in its own memory, and fills the
 
 Two things do depend on which token it is. Both happen a step late:
 
-1. A stop token is seen after the next pass was queued. The request has a row in that pass, and the
-   row is computed for nothing. (Where an answer ends by its length, numbers tell, and no row is.)
-2. A page has no name while one of its tokens is a hole. It gets one, and can be found, in the first
-   plan after that token was read.
+1. A stop token is seen when the next pass is already queued. The ended request has a row in that
+   pass, which is computed for nothing. (That an answer ends by its length is known beforehand, and
+   costs no row.)
+2. A page has no hash while one of its tokens is a hole. It gets its hash, and can be found, in the
+   first plan after that token was read.
 
-A request may end or be preempted, and its pages be given to another one, while a queued pass still
-uses them. That does no harm: the device computes passes in order, so the next owner writes later.
+While a pass is queued, a request in it may end or be preempted, and another request may get its
+pages. That does no harm: the device computes passes in order, so the new owner writes later.
 
-vLLM does this by default (AsyncScheduler), and the plans made here are its own (docs/vllm.md). In
-transformers it is ContinuousBatchingConfig's use_async_batching. Here the two hardly overlap on
-CUDA, because the layouts copy from pageable memory, and such a copy waits for the device.
+vLLM does this by default (AsyncScheduler), and the plans made here are vLLM's (docs/vllm.md). In
+transformers it is ContinuousBatchingConfig's use_async_batching. On CUDA, host and device hardly
+overlap here: the layouts copy from pageable memory, and such a copy waits for the device.
 
     python -m beyond.ahead     what it gains, calculated
 """
@@ -164,7 +165,7 @@ def record(flight, trace):
 def cache_pages(flight, scheduler):
     """
     Pages that the pass has filled can be found, if the request still holds them. (One that has been
-    preempted since holds none: the step that frees its pages gives one away, so it is not back.)
+    preempted since holds none. It cannot be back: a step that preempts admits nobody.)
     """
     for (request, n), start in zip(flight.batch.plan, flight.batch.starts):
         if request.block_table:
@@ -173,12 +174,13 @@ def cache_pages(flight, scheduler):
 
 def naming_late(scheduler_class):
     """
-    The same kind of scheduler. Where it grants a request room, it also names the page that the last
-    computed token fills: when that token was planned, it was a hole, which names no page. vLLM
-    names it there, too, so newcomers of this step find it, and requests that run have gone first.
+    A subclass that names one page more where it grants a request room: the page that the last
+    computed token fills. When that token was planned it was a hole, which names no page. As in
+    vLLM, requests that run come first in a step, so its newcomers find the page.
     """
-    if isinstance(scheduler_class, partial):   # one of beyond/fairness.py
-        return partial(naming_late(scheduler_class.func), **scheduler_class.keywords)
+    if isinstance(scheduler_class, partial):
+        kind, more = scheduler_class.func, scheduler_class.args
+        return partial(naming_late(kind), *more, **scheduler_class.keywords)
 
     class NamingLate(scheduler_class):
         def make_room(self, request, n):
@@ -191,6 +193,13 @@ def naming_late(scheduler_class):
 
 
 # --- the loop -------------------------------------------------------------------------------------
+
+def caches_pages(scheduler_class):
+    """Whether it is a kind of PrefixScheduler, or a partial of one, as in beyond/fairness.py."""
+    if isinstance(scheduler_class, partial):
+        scheduler_class = scheduler_class.func
+    return isinstance(scheduler_class, type) and issubclass(scheduler_class, PrefixScheduler)
+
 
 @torch.inference_mode()
 def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_size=16,
@@ -219,11 +228,6 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         flight = queued
         step += 1
     return trace
-
-
-def caches_pages(scheduler_class):
-    """Whether pages of its requests can be found. What is no class may make such a scheduler."""
-    return not isinstance(scheduler_class, type) or issubclass(scheduler_class, PrefixScheduler)
 
 
 if __name__ == "__main__":

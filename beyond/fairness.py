@@ -20,8 +20,8 @@ Fairness: orders other than first come, first served, and a bound on what they c
    last in rank is preempted, and waits at its rank. So the first in rank keeps its pages, and goes
    on in every step that preempts nobody: there is no live-lock.
 4. A request that was preempted `bound` times is due, too. A due request gets pages for its longest
-   answer when it is admitted. So it never needs another page, and all that do need one rank behind
-   it: it is not preempted any more.
+   answer when it is admitted, and never needs another one. Each request that does need a page ranks
+   behind it. So it is not preempted any more.
 
 Rank does not choose everything. Running requests go on in the order in which they were admitted. If
 they were sorted by rank, an incomplete prompt could stand before decodes, and use up their budget.
@@ -117,7 +117,7 @@ class FairScheduler(PrefixScheduler):
         """The policy ranks requests that have arrived."""
         i = self.place_of((TO_COME,))
         while i < len(self.waiting) and self.waiting[i].arrival <= step:
-            self.change_rank(i, ARRIVED)   # it moves to the front of i: the next one is at i + 1
+            self.change_rank(i, ARRIVED)   # it moves forward, so the next one is at i + 1
             i += 1
 
     def rank_oldest(self):
@@ -127,7 +127,8 @@ class FairScheduler(PrefixScheduler):
         if not self.never_admitted:
             return
         rank = self.rank[next(iter(self.never_admitted))]
-        # All that were added before the oldest have left. Whoever else has left overtook it.
+        # `rank.number` of those that have left `never_admitted` were added before the oldest. The
+        # others were admitted before it, and so overtook it.
         have_left = self.added - len(self.never_admitted)
         times_overtaken = have_left - rank.number
         if rank.level == ARRIVED and times_overtaken >= self.bound:

@@ -384,7 +384,7 @@ def session(*then, **knobs):
      lambda value: rollout.generate(MODELS[:2], [3], FIRST, scheduler_class=value),
      [None, 5, PrefixScheduler]),
     ("scheduler_class", lambda value: ahead.generate(MODEL, FIRST, scheduler_class=value),
-     [None, "lifo", dict, PagedScheduler]),
+     [None, "lifo", dict, PagedScheduler, partial(PagedScheduler), lambda *_: None]),
     ("sessions", lambda value: sessions.generate(MODELS[0], value),
      [None, 5, "ab", [FIRST], {"a": 1}]),
     ("first", Session, [None, [1], "a"]),
