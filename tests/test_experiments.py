@@ -19,6 +19,9 @@ from lab.experiments.roofline import roofline
 from lab.loading.load import load
 from lab.loading.stages import STAGES
 from lab.simulate import real_runs
+from lab.simulate.calculated import simulate
+from lab.simulate.hardware import GPUS, MODELS
+from lab.views.report import latencies, mean, percentile, totals
 from model import GPT, GPTConfig
 from request import Request
 from toolbox.weights import write_gpt2
@@ -56,6 +59,29 @@ def test_the_workloads_are_those_that_the_docs_describe():
     assert bench.tokens_of("W2", prefill) == sum(len(r.prompt) for r in prefill)
     for name, requests in ("W1", mixture), ("W3", decode):
         assert bench.tokens_of(name, requests) == sum(r.max_new_tokens for r in requests)
+
+
+def test_how_many_requests_fit_on_a_gpu():
+    """Llama 2 7B in 40 GiB: 6.74 billion weights, and 512 KiB of keys and values for a token."""
+    room = (0.9 * 40 * 2**30 - 2 * 6.738e9 - 0.5e9) / 2**19
+    most = gpu.fitting("llama-2-7b", 12)
+    assert most["the longest answer for each"] == room // (1024 + 512) == 30
+    assert most["own answer reserved"] == most["pages"] == 12   # all of so few
+
+
+def test_what_the_table_says_of_a_stage_on_a_gpu():
+    """Of requests that come at once, with all the memory that there is."""
+    requests = bench.workload("W1", 32000, True)
+    said = gpu.stage_on_gpu("ragged, varlen", "a100", requests)
+    again = bench.workload("W1", 32000, True)
+    trace = simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES["ragged, varlen"], again,
+                     **bench.KNOBS)
+    waits, total = latencies(trace), totals(trace)
+    assert said == {
+        "tokens_per_s": pytest.approx(total["tokens_per_second"]), "useful": 1.0,
+        "ttft_mean_ms": pytest.approx(1e3 * mean(waits["ttft_seconds"])),
+        "itl_p99_ms": pytest.approx(1e3 * percentile(waits["itl_seconds"], 99)),
+        "passes": len(trace.passes)}
 
 
 def test_the_gaps_that_a_table_names():
@@ -228,7 +254,9 @@ def smaller(monkeypatch):
 
 
 SAID = {   # an experiment, with flags: what its figures must say
-    "stages": lambda f: [*f["stages"]] == [*STAGES] and f["wrong"] == [],
+    "stages": lambda f: [*f["stages"]] == [*STAGES] and f["wrong"] == [] and (
+        f["prompt_tokens"], f["generated"], f["useful_scores"]) == (
+            9 + 1 + 3, 3 * 4, sum(n * (n + 1) // 2 for n in (9 + 3, 1 + 3, 3 + 3))),
     "rows --dtype float64": lambda f: [n for n, _ in f["points"]] == [1, 2, 4, 8, 16],
     "gaps": lambda f: [*f["points"]] == [*rows.GAP_STAGES] and all(
         [step for step, _ in points] == [*range(1, 28)] for points in f["points"].values()),
