@@ -159,10 +159,10 @@ def tokens(frame, trace, y_of):
 def legend(frame):
     """What happens, and what the marks mean: one line, or two on a phone."""
     x, y = frame.right - 230, 14
-    story = f"Six requests decode. A new one has a prompt of {PROMPT:,} tokens."
+    story = f"Six requests get token after token. A new one has a prompt of {PROMPT:,} tokens."
     if frame.narrow:
         x, y = 4, 14 + LINE
-        story = f"Six requests decode. A prompt of {PROMPT:,} arrives."
+        story = f"Six requests get tokens. A prompt of {PROMPT:,} arrives."
     return [text(4, 14, story), path(f"M{x + 3} {y - 9}v10", "token"), text(x + 10, y, "a token"),
             rect(x + 70, y - 8, 20, 8, "prefill"), text(x + 96, y, "a piece of a prompt")]
 

@@ -121,7 +121,7 @@ class Recorder(XRay):
         """
         pool = getattr(batch, "pool", None)
         self.pool = pool and {"pages": pool.number, "page_size": pool.page_size}
-        room = self.changes_of_memory(batch)
+        room = changes_of_memory(self.number, self.memory, batch)
         held = [now for now in self.memory.values() if now]
         if pool:
             pages = set().union(*held)
@@ -132,19 +132,24 @@ class Recorder(XRay):
         return {"room": room, "at_once": len(held), "reserved": reserved,
                 "columns": batch.end if static else 0, "cached": cached_pages(pool)}
 
-    def changes_of_memory(self, batch):
-        """{request: what it holds now}, where that has changed; see `caches`."""
-        changes = {}
-        in_static_batch = getattr(batch, "requests", ())   # which owns the cache
-        for request, i in self.number.items():
-            if request.block_table is not None:
-                now = list(request.block_table)
-            else:
-                kv = batch.kv if request in in_static_batch else request.kv
-                now = getattr(kv, "capacity", None)
-            if now != self.memory.get(i):
-                changes[i] = self.memory[i] = now
-        return changes
+
+def changes_of_memory(number, memory, batch):
+    """
+    {request: what it holds now}, where that has changed; see `caches`.
+
+    number: {request: its number}; memory: {number: what it held}, which is brought up to date
+    """
+    changes = {}
+    in_static_batch = getattr(batch, "requests", ())   # which owns the cache
+    for request, i in number.items():
+        if request.block_table is not None:
+            now = list(request.block_table)
+        else:
+            kv = batch.kv if request in in_static_batch else request.kv
+            now = getattr(kv, "capacity", None)
+        if now != memory.get(i):
+            changes[i] = memory[i] = now
+    return changes
 
 
 def in_rows(values, width):
