@@ -94,10 +94,12 @@ function draw() {
   for (const box of boxes) box.draw();
   if (!moments.length) {
     const there = running + waiting.length;
-    $("views").replaceChildren(soft(there ? `${number(running)} running, ${number(waiting.length)} waiting: they are drawn `
-      + `from their next step on${paused ? ", when you go on" : ""}.`
-      : "Nothing has run while this page was open. Send a prompt above, or"),
-      ...there ? [] : [element("button", {id: "first", onclick: sendDozen}, "send a dozen prompts, to see it work")]);
+    const words = there
+      ? `${number(running)} running, ${number(waiting.length)} waiting: they are drawn from their next step on`
+        + `${paused ? ", when you go on" : ""}.`
+      : "Nothing has run while this page was open. Send a prompt above, or see it work:";
+    const dozen = there ? [] : [element("button", {id: "first", onclick: sendDozen}, "send a dozen prompts")];
+    $("views").replaceChildren(div("empty", soft(words), ...dozen));
     return;
   }
   if (!view) layOut();
