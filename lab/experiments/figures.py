@@ -174,43 +174,49 @@ def slots(result, path=None):
 
 # --- prompts in rows ------------------------------------------------------------------------------
 
+CELL, GAP = 0.36, 0.6   # inches: a slot; a panel's title
+
+
 def packing(sight, path=None):
     """
     A batch's prompts padded to one length, and packed into rows; and which token sees which in the
     row that holds the most prompts. sight: of prepacked (lab/checks/xray.py)
     """
     panels, m = sights.panels(sight), sight.ids.shape[1]
-    padded = [["·"] * (m - n) + [f"{request.name}{j}" for j in range(n)]
-              for request, n in sight.batch.plan]
+    padded = [padded_row(request.name, n, m) for request, n in sight.batch.plan]
     packed = [panel.queries for panel in panels]
     shared = max(panels, key=lambda panel: len(panel.name.split()))
-    # (rows, columns) of a panel's cells, and its place in inches: all cells have one size
-    cell, gap, top = 0.33 if LOOK.narrow else 0.36, 0.55, 0.55
-    places = [(0, 0), (0, len(padded)), (m, 0)]
+    below_padded = GAP + CELL * len(padded)
+    below_packed = below_padded + GAP + CELL * len(packed)
+    places = [(0.1, 0, len(padded)), (0.1, below_padded, len(packed))]   # left, top, rows of slots
     if LOOK.narrow:
-        places = [(0, 0), (0, len(padded)), (0, len(padded) + len(packed))]
-    rows = max(len(padded) + len(packed) + gap / cell, m)
-    if LOOK.narrow:
-        rows = len(padded) + len(packed) + m + 2 * gap / cell
-    height = top + cell * rows + 0.1
+        places.append((0.3, below_packed, m))
+    else:
+        places.append((CELL * m + 0.85, 0, m))
+    height = 0.1 + max(top + GAP + CELL * rows for _, top, rows in places)
     figure = pyplot().figure(figsize=(LOOK.width, height))
-    axes = []
-    sizes = [(len(padded), m), (len(packed), m), (m, m)]
-    for number, ((column, row), (high, wide)) in enumerate(zip(places, sizes)):
-        left = 0.1 + cell * column + (0.75 if column else 0)
-        left += 0.2 if LOOK.narrow and number == 2 else 0
-        above = top + cell * row + gap * (number if LOOK.narrow else int(row > 0))
-        axes.append(figure.add_axes((
-            left / LOOK.width, 1 - (above + cell * high) / height,
-            cell * wide / LOOK.width, cell * high / height)))
-    for ax, how, slots in zip(axes, ("padded", "packed"), (padded, packed)):
-        draw_prompts(ax, slots)
-        ax.set(xlim=(0, m), ylim=(len(slots), 0),
-               title=f"{how} ({len(slots)}, {m}): {sum(slots, []).count('·')} pad slots")
+    axes = [add_cells(figure, left, top + GAP, rows, m) for left, top, rows in places]
+    for ax, how, rows in zip(axes, ("padded", "packed"), (padded, packed)):
+        draw_prompts(ax, rows)
+        pads = sum(row.count("·") for row in rows)
+        ax.set(xlim=(0, m), ylim=(len(rows), 0),
+               title=f"{how} ({len(rows)}, {m}): {pads} pad slots")
         ax.axis("off")
     sights.draw_panel(axes[2], shared)
     axes[2].set_title(f"what {' and '.join(shared.name.split())} see in their row", pad=18)
     return save(figure, path)
+
+
+def padded_row(name, n, wide):
+    """Labels of a row's slots: pads, then the n tokens of a request."""
+    return ["·"] * (wide - n) + [f"{name}{i}" for i in range(n)]
+
+
+def add_cells(figure, left, top, rows, columns):
+    """Axes of rows x columns square cells. left, top: in inches, from the top left corner"""
+    width, height = figure.get_size_inches()
+    wide, high = CELL * columns, CELL * rows
+    return figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height))
 
 
 def draw_prompts(ax, slots):
