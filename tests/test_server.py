@@ -366,6 +366,35 @@ def test_the_first_event_of_a_stream_is_its_first_token_and_the_last_one_ends_it
         assert all(choice["delta"]["content"] for choice in mine)
 
 
+def test_a_token_that_is_hidden_is_an_event_too(monkeypatch):
+    """Clients count events, and measure the time between them."""
+    with serving() as running:
+        def texts(path="/v1/completions", **more):
+            body = dict(max_tokens=12, seed=0, temperature=0.7, ignore_eos=True)
+            events = streamed(running, path, **body, **more)
+            choices = [event["choices"][0] for event in events]
+            return [each["text"] if "text" in each else each["delta"]["content"]
+                    for each in choices]
+        shown = texts(prompt="# a")
+        assert len(shown) == 12 and all(shown)
+        first, fourth = (TOKENIZER.encode_single_token(shown[i].encode()) for i in (0, 3))
+        monkeypatch.setattr(TOKENIZER, "eot_token", (first, fourth))
+        monkeypatch.setattr(type(TOKENIZER), "hidden", {first, fourth})
+        hidden = [shown[0], shown[3]]
+        assert texts(prompt="# a") == ["" if text in hidden else text for text in shown]
+        chat = texts("/v1/chat/completions", messages=[{"role": "user", "content": "# a"}])
+        assert len(chat) == 12
+
+
+def test_the_first_token_is_an_event_even_if_its_text_is_held_back():
+    with serving() as running:
+        whole = running.post(prompt="# open\n", max_tokens=4, temperature=0).json()
+        stop = whole["choices"][0]["text"] + "\0"   # each token looks like its beginning
+        events = streamed(running, prompt="# open\n", max_tokens=5, temperature=0, stop=stop)
+        texts = [event["choices"][0]["text"] for event in events]
+        assert texts[0] == "" and texts[1].startswith(whole["choices"][0]["text"])
+
+
 def test_a_token_whose_text_is_held_back_has_no_event_of_its_own():
     with serving() as running:
         def texts(**more):
@@ -498,9 +527,15 @@ def test_a_request_without_finite_logits_ends_alone_and_only_its_client_is_told(
     assert [len(names) for names in lost] == [1, 1] and lost[0] != lost[1]   # each hears of its own
 
 
-@pytest.mark.parametrize("drain, signals, more", [(0.2, 1, 9), (600, 2, 0)])
-def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(drain, signals, more):
-    with serving(LONG, pages=600) as running, running.half_sent(b"{", more):
+@pytest.mark.parametrize("drain, signals, more", [(0.2, 1, 9), (600, 2, 9), (600, 3, 0)])
+def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(
+        drain, signals, more, capfd):
+    """Neither a body that is half sent nor a client which does not read keeps the server."""
+    unread = json.dumps({"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True,
+                         "n": 8}).encode()
+    with (serving(LONG, pages=600) as running, running.half_sent(b"{", more),
+          running.half_sent(unread)):
+        running.until(lambda: len(running.server.answers) == 8)
         stream = running.client().completions.create(
             model="m", prompt="a", max_tokens=4000, stream=True, extra_body={"ignore_eos": True})
         next(iter(stream))
@@ -511,6 +546,29 @@ def test_running_requests_have_limited_time_after_a_signal_and_none_after_two(dr
         assert cut.value.code == "503"
         running.thread.join(20)   # and nobody waits any longer for the rest of a body
         assert not running.thread.is_alive() and not running.engine.scheduler.busy
+    out, err = capfd.readouterr()
+    assert out == "" and re.fullmatch(r"(\d+ connections? cut off\n)?", err)
+
+
+@pytest.mark.parametrize("ends", [2, 3])
+def test_the_program_ends_at_its_second_signal_and_says_it_in_a_line(ends):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lab.server", "--port", "0", "--drain", "600"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        port = int(re.findall(r":(\d+)/$", process.stdout.readline())[0])
+        with socket.create_connection(("127.0.0.1", port)) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+                         b"application/json\r\nContent-Length: 9\r\n\r\n{")
+            time.sleep(0.5)
+            for _ in range(ends):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+            assert process.wait(60) == 0
+        assert process.communicate() == ("", "1 connection cut off\n")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.thorough
@@ -551,7 +609,11 @@ WRONG = [   # a body, or the fields of one beside its prompt; and what the refus
     (b"{", "the body is not JSON"), (b"null", "must be a JSON object"), (b"[" * 10**5, "parsing"),
     ({"temperature": math.nan}, "'temperature': "), ({"user": "", "x": 1}, "'x': "),
     ({"\ud800": 1}, "the body must"), ({"n": True}, "'n': "), ({"top_p": -0.1}, "'top_p': "),
-    ({"logprobs": 0}, "'logprobs': "), ({"echo": True}, "'echo': "), ({"top_k": -2}, "'top_k': "),
+    ({"logprobs": 1}, "'logprobs': "), ({"suffix": "x"}, "'suffix': "),
+    ({"logit_bias": {"5": 1}}, "'logit_bias': "), ({"store": True}, "'store': "),
+    (b'{"prompt": "a", "n": 1, "n": 2}', "the body has the key 'n' more than once"),
+    (b'{"prompt": "a", "stream_options": {"x": 1, "x": 1}}', "has the key 'x' more than once"),
+    ({"echo": True}, "'echo': "), ({"top_k": -2}, "'top_k': "),
     ({"presence_penalty": 0.1}, "'presence_penalty': "), ({"min_p": 0.1}, "'min_p': "),
     ({"repetition_penalty": 0}, "'repetition_penalty': "), ({"min_tokens": 1}, "'min_tokens': "),
     ({"stream_options": {"x": 1}}, "_options.x'"), ({"stop": ""}, "'stop': it must be"),
@@ -590,6 +652,10 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
                 ("messages.0.x", {"x": "a"}, {}),
                 ("tools", {}, {"tools": [{}]}),
                 ("logprobs", {}, {"logprobs": True}),
+                ("top_logprobs", {}, {"top_logprobs": 1}),
+                ("tool_choice", {}, {"tool_choice": "auto"}),
+                ("logit_bias", {}, {"logit_bias": {"5": -1}}),
+                ("store", {}, {"store": True}),
                 ("response_format.type", {}, {"response_format": {"type": "json_object"}})):
             got = client.post("/v1/chat/completions", json={"messages": [user | message], **more})
             assert got.status_code == 400 and f"'{field}': " in got.json()["error"]["message"]
@@ -599,9 +665,17 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
                  "repetition_penalty": 1.0, "min_tokens": 0, "user": "x", "logprobs": None}
         for fine in (table, {"best_of": 2}, {"max_completion_tokens": 3}, {"top_k": 0},
                      {"max_tokens": None, "max_completion_tokens": 3}, {"top_k": -1},
+                     {"logprobs": 0}, {"suffix": ""}, {"logit_bias": {}}, {"store": False},
                      {"unknown": None}, {"stop": []}, {"stop": None}, {"stream_options": None}):
             choices = complete(json=body | fine).json()["choices"]
             assert [(each["text"], each["finish_reason"]) for each in choices] == expected(body)
+            assert [each["logprobs"] for each in choices] == [None] * 2
+        chat = {"messages": [user], "max_tokens": 3, "temperature": 0}
+        plain = client.post("/v1/chat/completions", json=chat).json()["choices"]
+        for fine in ({"top_logprobs": 0}, {"tool_choice": "none"}, {"logit_bias": {}},
+                     {"store": False}):
+            got = client.post("/v1/chat/completions", json=chat | fine)
+            assert got.json()["choices"] == plain
 
 
 def test_only_this_machine_or_who_has_the_key():
@@ -620,6 +694,11 @@ def test_only_this_machine_or_who_has_the_key():
             assert got.status_code == status, path
             assert got.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
         assert not steps   # the engine sleeps
+    with serving(settings={"key": "schlüssel-κ"}) as running:
+        for key, status in ("schlüssel-κ", 200), ("schlussel-κ", 401), ("schlüssel", 401):
+            authorization = f"Bearer {key}".encode()   # as curl sends what is typed: UTF-8
+            got = httpx.get(running.url + "/v1/models", headers={b"Authorization": authorization})
+            assert got.status_code == status, key
 
 
 @pytest.mark.parametrize("flags, word", [

@@ -10,6 +10,7 @@ import json
 import time
 from uuid import uuid4
 
+from fastapi.sse import format_sse_event
 from starlette.exceptions import HTTPException
 
 from lab.loading.load import Stream
@@ -46,10 +47,12 @@ class Answer:
     """To one body. From the start it listens for the client's end. model: its name"""
 
     def __init__(self, engine, tokenizer, model, body, requests, http):
-        self.engine, self.body, self.requests = engine, body, requests
+        self.engine, self.tokenizer = engine, tokenizer
+        self.body, self.requests = body, requests
         self.texts = {request: Text(tokenizer, body.stop) for request in requests}
         self.queue, self.tokens = asyncio.Queue(), 0   # what `put` puts; tokens that have been sent
         self.over = asyncio.create_task(self.until_over(http))
+        self.begun = set()   # indices of requests that have had an event
         self.place, form = body.forms[body.stream]   # see schemas
         self.same = {"id": f"cmpl-{uuid4().hex}", "object": form, "model": model,
                      "created": int(time.time())}
@@ -64,8 +67,8 @@ class Answer:
         text = self.texts[request]
         if text.stopped:   # nothing after a stop string counts
             return
-        hidden = token is None or token in request.ends
-        new = "" if hidden else text.add(token)
+        silent = token is None or token in request.ends
+        new = "" if silent else text.add(token)
         if reason and not text.stopped:   # no token follows: nothing is held back
             new += text.add(None)
         if text.stopped:
@@ -85,8 +88,11 @@ class Answer:
                 raise HTTPException(status, error or why)
             left -= reason is not None
             self.tokens += token is not None
-            if text or reason:   # else a token's text is held back: it comes with a later one's
+            complete = text or reason or token in self.tokenizer.hidden   # nothing is held back
+            first = i not in self.begun   # clients take the first event for the first token
+            if complete or first:
                 yield i, text, reason
+            self.begun.add(i)
 
     async def whole(self):
         choices = [[i, "", None] for i in range(len(self.requests))]
@@ -94,14 +100,18 @@ class Answer:
             choices[i] = i, choices[i][1] + text, reason
         return self.fill(choices, usage=self.usage(), role="assistant", refusal=None)
 
+    async def events(self):
+        """Server-sent events, in bytes."""
+        async for line in self.lines():
+            yield format_sse_event(data_str=line)
+
     async def lines(self):
-        """The data of server-sent events. Clients take the first for the first token, so it is."""
-        options, begun = self.body.stream_options, set()
+        """The data of the events."""
+        options = self.body.stream_options
         try:
             async for piece in self.pieces():
                 so_far = self.usage() if options.continuous_usage_stats else None
-                role = {} if piece[0] in begun else {"role": "assistant"}
-                begun.add(piece[0])
+                role = {} if piece[0] in self.begun else {"role": "assistant"}
                 yield json.dumps(self.fill([piece], usage=so_far, **role))
         except HTTPException as error:
             yield json.dumps(error_of(error.status_code, error.detail))

@@ -6,7 +6,9 @@ All clients share one thread of asyncio; the engine has another.
 import asyncio
 import contextlib
 import hmac
+import json
 import re
+import sys
 import time
 
 import prometheus_client as prometheus
@@ -14,8 +16,9 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from sse_starlette.sse import AppStatus, EventSourceResponse
+from fastapi.sse import EventSourceResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
@@ -26,7 +29,36 @@ from lab.server.schemas import Chat, Completion, error_of, sentence
 
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 BODY, CONNECTIONS = 2**20, 1000   # the most bytes of a body; the most that are open, busy or not
-AppStatus.disable_automatic_graceful_drain()   # SIGTERM ends no stream: `Server.cut_all` does
+UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}   # also in a proxy
+LAST_WORDS = 0.5   # seconds in which clients can read that they are cut off
+
+
+def unique_keys(pairs):
+    """The dict of a JSON object; of a key that stands there twice, Python would keep the last."""
+    fields = {}
+    for key, value in pairs:
+        if key in fields:
+            raise HTTPException(400, f"the body has the key {key!a:.99} more than once")
+        fields[key] = value
+    return fields
+
+
+class OnceOnly(Request):
+    """A request whose body names each key once."""
+
+    async def json(self):
+        return json.loads(await self.body(), object_pairs_hook=unique_keys)
+
+
+class Route(APIRoute):
+    """Reads bodies as OnceOnly does."""
+
+    def get_route_handler(self):
+        answer = super().get_route_handler()
+
+        async def answer_once_only(http):
+            return await answer(OnceOnly(http.scope, http.receive))
+        return answer_once_only
 
 
 class Server(uvicorn.Server):
@@ -36,6 +68,7 @@ class Server(uvicorn.Server):
         self.engine, self.tokenizer, self.name, self.key = engine, tokenizer, name, key
         self.room = min(engine.model.config.block_size, engine.pool.number * engine.pool.page_size)
         self.drain, self.died = drain, None
+        self.cut = False   # whether all that ran has been cut off
         self.answers = {}   # request -> its Answer, until it ends
         self.live, self.created = Live(self), int(time.time())
         self.measure(engine.scheduler, engine.pool)
@@ -44,7 +77,8 @@ class Server(uvicorn.Server):
             redirect_slashes=False,   # where to: the client's Host would say it
             exception_handlers={RequestValidationError: refuse, HTTPException: refuse,
                                 Exception: refuse})
-        api = APIRouter(dependencies=[] if key is None else [Depends(self.check_key)])
+        guards = [] if key is None else [Depends(self.check_key)]
+        api = APIRouter(route_class=Route, dependencies=guards)
         for router, path, answer in (
                 *((app, path, self.file) for path in FILES), (app, "/health", self.health),
                 (api, "/v1/models", self.models), (api, "/v1/models/{name:path}", self.model),
@@ -102,13 +136,26 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig, frame):
         """SIGTERM or Ctrl+C: running requests get `drain` seconds; on a second one, none."""
-        seconds, self.should_exit = 0 if self.should_exit else self.drain, True
-        loop = asyncio.get_running_loop()
-        loop.call_soon_threadsafe(loop.call_later, seconds, self.cut_all)
+        seconds = 0 if self.should_exit else self.drain
+        self.should_exit = True
+        self.loop.call_soon_threadsafe(self.loop.call_later, seconds, self.cut_all)
 
     def cut_all(self, why="the server shuts down"):
+        if self.cut:
+            return
+        self.cut = True
         for request, answer in self.answers.items():
             answer.put(Event(request, None, "shutdown", why))
+        self.loop.call_later(LAST_WORDS, self.close_all)
+
+    def close_all(self):
+        """Ends what no event ends: clients that do not read, bodies that are half sent."""
+        open_connections = [*self.server_state.connections]
+        for connection in open_connections:
+            connection.transport.abort()
+        number = len(open_connections)
+        if number:
+            print(f"{number} connection{'s' * (number > 1)} cut off", file=sys.stderr)
 
     # --- who may ask ---
 
@@ -141,7 +188,7 @@ class Server(uvicorn.Server):
         # In time for the first event: `hand_out` runs in this thread, so it is not its turn yet.
         self.answers |= dict.fromkeys(requests, answer)
         if body.stream:
-            return EventSourceResponse(answer.lines(), sep="\n")
+            return EventSourceResponse(answer.events(), headers=UNBUFFERED)
         return await answer.whole()
 
     async def ask(self, body: Completion):   # from the live page, which sees its tokens anyway
@@ -165,7 +212,9 @@ class Server(uvicorn.Server):
 
     def check_key(self, given: HTTPAuthorizationCredentials | None = Depends(
             HTTPBearer(auto_error=False))):
-        if not given or not hmac.compare_digest(given.credentials.encode(), self.key.encode()):
+        # A header's bytes come as Latin-1; curl sends them as UTF-8.
+        sent = given.credentials.encode("latin-1") if given else b""
+        if not hmac.compare_digest(sent, self.key.encode(errors="surrogateescape")):
             raise HTTPException(401, "the header Authorization: Bearer KEY is missing or wrong",
                                 {"WWW-Authenticate": "Bearer"})
 

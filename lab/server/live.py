@@ -17,7 +17,7 @@ from typing import Annotated
 from weakref import WeakSet
 
 from fastapi import Body
-from sse_starlette.sse import EventSourceResponse
+from fastapi.sse import ServerSentEvent
 
 from lab.explorer import page
 from lab.loading.load import word
@@ -153,23 +153,20 @@ class Live:
     # --- in the thread of asyncio ---
 
     async def steps(self):
-        return EventSourceResponse(self.messages(), sep="\n")
-
-    async def messages(self):
-        """For one page, until it leaves."""
+        """The events for one page, until it leaves."""
         reader, sent = Reader(), None
         notes = reader.notes
         self.pages.append(reader)
         self.engine.tell()   # it wakes up, and notes what is there
         try:
-            yield json.dumps(self.hello)
+            yield ServerSentEvent(raw_data=json.dumps(self.hello))
             # A page that has missed notes opens the stream again, and is told everything.
             while not self.server.should_exit and len(notes) < UNREAD:
                 new = ", ".join(notes.popleft() for _ in range(len(notes)))
                 message = (f'{{"pace": {self.pace}, "paused": {json.dumps(self.paused)}, '
                            f'"notes": [{new}]}}')
                 if message != sent:
-                    yield message
+                    yield ServerSentEvent(raw_data=message)
                 sent = message
                 await asyncio.sleep(INTERVAL)
         finally:   # also if the connection ends

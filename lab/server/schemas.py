@@ -32,6 +32,7 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 # Of a field that is not served: the value that asks for what is done anyway. Any other is refused.
 Off, Empty = Literal[False], Annotated[list, Field(max_length=0)]
+NoBias, NoText = Annotated[dict, Field(max_length=0)], Annotated[str, Field(max_length=0)]
 Zero, One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
 
 
@@ -75,6 +76,8 @@ class Sampling(Strict):
     repetition_penalty: One = 1
     min_p: Zero = 0
     min_tokens: Zero = 0
+    logit_bias: NoBias = {}
+    store: Off = False
 
     def requests(self, tokenizer, room):
         """n for each prompt. ValueError for fields that contradict each other, or lack of room."""
@@ -112,6 +115,8 @@ class Completion(Sampling):
         Words | Tokens | Annotated[list[Words] | list[Tokens], Field(min_length=1)],
         must_be("a text of 1 to 131072 characters, a list of token ids, or several of these")]
     echo: Off = False
+    suffix: NoText = ""
+    logprobs: Zero | None = Field(None, description="0: null is all that an answer has")
 
     def prompts(self, tokenizer):
         """The tokens of each."""
@@ -139,7 +144,9 @@ class Chat(Sampling):
     forms: ClassVar = ("message", "chat.completion"), ("delta", "chat.completion.chunk")
     messages: list[Message] = Field(min_length=1)
     tools: Empty = []
+    tool_choice: Literal["none"] = "none"
     logprobs: Off = False
+    top_logprobs: Zero = 0
     response_format: dict[Literal["type"], Literal["text"]] = {}
 
     def prompts(self, tokenizer):
