@@ -313,19 +313,16 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
     """
     Serves requests, checking every plan. Returns the plans, like ["A4 B1", ...].
 
-    requests: or a dict {name: (prompt, new tokens, priority, arrival)}, the last two perhaps left
-              out; a prompt that is a number has so many tokens that no other prompt has
+    requests: or a dict, as `named` takes it
     cancel:   (step, n) pairs: before that step is scheduled, the n-th request is cancelled
     """
     if isinstance(requests, dict):
-        requests = [Request([i] * prompt if isinstance(prompt, int) else prompt, new, 0.0, None, 0,
-                            None, name, *more)
-                    for i, (name, (prompt, new, *more)) in enumerate(requests.items())]
-    mine, plans, step = queue(scheduler, requests), [], 0
+        requests = named(requests)
+    in_order, plans, step = queue(scheduler, requests), [], 0
     while True:
         for when, n in cancel:
-            if when == step and n < len(mine):
-                cancel_now(scheduler, mine[n])
+            if when == step and n < len(in_order):
+                cancel_now(scheduler, in_order[n])
         if not scheduler.busy:
             return plans
         step = scheduler.next_step(step)
@@ -340,35 +337,79 @@ def run(scheduler, requests, token=lambda request: 0, cancel=()):
         step += 1
 
 
+def named(sizes):
+    """
+    Requests of {name: (prompt, new tokens, priority, arrival)}, the last two perhaps left out. A
+    prompt that is a number has so many tokens that no other prompt has.
+    """
+    requests = []
+    for i, (name, (prompt, new, *more)) in enumerate(sizes.items()):
+        if isinstance(prompt, int):
+            prompt = [i] * prompt
+        requests.append(Request(prompt, new, 0.0, None, 0, None, name, *more))
+    return requests
+
+
 def checked(scheduler, step):
     """The plan of this step. What is asserted holds of each step of every scheduler."""
-    counts = scheduler.pool.counts if isinstance(scheduler, PagedScheduler) else Counter()
-    before, times = list(scheduler.running), counts["preemptions"]
-    plan, running = scheduler.schedule(step), scheduler.running
-    preempted = counts["preemptions"] - times
-    # those that ran go on, in their order; then newcomers, but in no step that preempts
-    went_on = [request for request in before if request in running]
-    assert len(went_on) == len(before) - preempted and running[:len(went_on)] == went_on
-    assert not preempted or running == went_on
-    chosen = [request for request, _ in plan]   # all; by rank, after a preemption, perhaps fewer
-    assert chosen == running[:len(chosen) if preempted and isinstance(scheduler, FairScheduler)
-                             else None]
-    # each gets all it needs but the last: so no decode waits for a prompt
-    assert plan[:-1] == [(request, request.todo) for request in chosen[:-1]]
-    left = sum(request.todo for request in chosen)
-    assert sum(n for _, n in plan) == min(scheduler.token_budget, left)   # as much as there is
-    assert len(running) <= scheduler.max_batch and not any(r.finished for r in running)
-    assert (preempted or not scheduler.arrived(step) or len(running) == scheduler.max_batch
-            or left >= scheduler.token_budget or not scheduler.admit(scheduler.waiting[0]))
-    if not isinstance(scheduler, PagedScheduler):
-        assert sum(request.kv_capacity for request in running) <= scheduler.max_kv_tokens
-        return plan
-    assert_pages(scheduler)
-    for request, n in plan:   # pages for the tokens of this pass; if it is due, for its longest
-        due = isinstance(scheduler, FairScheduler) and scheduler.is_due(request)
-        tokens = request.kv_capacity if due else request.computed + n
-        assert len(request.block_table) == scheduler.pool.needed(tokens)
+    before, preempted_before = list(scheduler.running), preemptions(scheduler)
+    plan = scheduler.schedule(step)
+    preempted = preemptions(scheduler) - preempted_before
+    assert_who_runs(scheduler, before, preempted)
+    assert_plan(scheduler, plan, preempted)
+    assert_nobody_waits_in_vain(scheduler, step, plan, preempted)
+    if isinstance(scheduler, PagedScheduler):
+        assert_pages(scheduler)
+        assert_pages_of_the_pass(scheduler, plan)
+    else:
+        held = sum(request.kv_capacity for request in scheduler.running)
+        assert held <= scheduler.max_kv_tokens
     return plan
+
+
+def preemptions(scheduler):
+    return scheduler.pool.counts["preemptions"] if isinstance(scheduler, PagedScheduler) else 0
+
+
+def assert_who_runs(scheduler, before, preempted):
+    """Those that ran go on, in their order; then newcomers, but in no step that preempts."""
+    running = scheduler.running
+    went_on = [request for request in before if request in running]
+    assert len(went_on) == len(before) - preempted
+    assert running[:len(went_on)] == went_on
+    if preempted:
+        assert running == went_on
+    assert len(running) <= scheduler.max_batch
+    assert not any(request.finished for request in running)
+
+
+def assert_plan(scheduler, plan, preempted):
+    """All that run are in it. Each gets all it needs but the last: no decode waits for a prompt."""
+    chosen, running = [request for request, _ in plan], scheduler.running
+    if preempted and isinstance(scheduler, FairScheduler):   # it plans by rank, perhaps fewer
+        running = running[:len(chosen)]
+    assert chosen == running
+    assert plan[:-1] == [(request, request.todo) for request in chosen[:-1]]
+    needed = sum(request.todo for request in chosen)
+    assert sum(n for _, n in plan) == min(scheduler.token_budget, needed)   # as much as there is
+
+
+def assert_nobody_waits_in_vain(scheduler, step, plan, preempted):
+    """One that has come waits for a place, for budget or for memory."""
+    if preempted or not scheduler.arrived(step):
+        return
+    no_place = len(scheduler.running) == scheduler.max_batch
+    no_budget = sum(request.todo for request, _ in plan) >= scheduler.token_budget
+    assert no_place or no_budget or not scheduler.admit(scheduler.waiting[0])
+
+
+def assert_pages_of_the_pass(scheduler, plan):
+    """Each has pages for the tokens of this pass; if it is due, for its longest."""
+    for request, n in plan:
+        tokens = request.computed + n
+        if isinstance(scheduler, FairScheduler) and scheduler.is_due(request):
+            tokens = request.kv_capacity
+        assert len(request.block_table) == scheduler.pool.needed(tokens)
 
 
 def assert_books(scheduler):
@@ -402,11 +443,17 @@ def assert_pages(scheduler):
     else:
         arrivals = [request.arrival for request in [*running, *waiting]]
         assert arrivals == sorted(arrivals)
-    for request in running if isinstance(scheduler, PrefixScheduler) else ():
-        names = page_names(request, len(request.tokens), pages.page_size)
-        assert request.page_hashes == names[:len(request.page_hashes)]
-        for page, name in zip(request.block_table, names[:request.computed // pages.page_size]):
-            assert pages.hash_of.get(page) == name
+    if isinstance(scheduler, PrefixScheduler):
+        for request in running:
+            assert_names_of_pages(request, pages)
+
+
+def assert_names_of_pages(request, pages):
+    names = page_names(request, len(request.tokens), pages.page_size)
+    assert request.page_hashes == names[:len(request.page_hashes)]
+    full = request.computed // pages.page_size
+    for page, name in zip(request.block_table, names[:full]):
+        assert pages.hash_of.get(page) == name
 
 
 # --- workloads ------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from generate_naive import columns_for
 from lab.flags import knobs_of
 from lab.loading.arrivals import Source, drawn, poisson, staged, workload
+from lab.loading.load import load
 from lab.loading.stages import STAGES
+from lab.loading.workload import make_requests
 from lab.simulate import __main__ as simulate
 from lab.simulate import calculated, hardware, real_runs
 from lab.simulate.hardware import GPU, GPUS, MODELS, Engine, Shape
@@ -28,6 +30,7 @@ MODEL = GPT(GPTConfig(block_size=64, vocab_size=1000, n_layer=1, n_head=2, n_emb
 MODEL = MODEL.bfloat16()   # as TINY, in all that is counted
 SLOW = GPU(1e9, 1e9, 1e6, 1e6)
 AHEAD = Engine(front_end=0.01, ahead=True)
+_, TOKENIZER = load()
 KNOBS = dict(max_batch=3, token_budget=8, max_kv_tokens=90, pages=24, page_size=4)
 LENGTHS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=8)
 LOADS = st.sampled_from([(None, 0), (None, 1), (None, 3), (20.0, 0), (200.0, 0)])
@@ -158,6 +161,19 @@ def test_the_models_have_as_many_weights_as_published(name, millions):
 
 
 # --- loads ----------------------------------------------------------------------------------------
+
+def test_arrivals_in_steps_depend_on_rate_and_seed_alone():
+    def arrivals(rate, seed):
+        requests = make_requests([{"prompt": "a"}] * 300, TOKENIZER, arrival_rate=rate, seed=seed)
+        return [request.arrival for request in requests]
+
+    some = arrivals(0.5, seed=3)
+    assert some == sorted(some) and some[0] == 0 and some[-1] == pytest.approx(600, rel=0.2)
+    assert some == arrivals(0.5, seed=3) != arrivals(0.5, seed=4)
+    assert arrivals(5, seed=3)[-1] == pytest.approx(60, rel=0.2)
+    assert arrivals(1e300, seed=3) == [0] * 300
+    assert arrivals(1e-300, seed=3)[1:] == [10**9] * 299
+
 
 def test_stages_come_one_after_another_and_prompts_again():
     times = [*staged([(8, 50), (20, 50)], seed=1)]
