@@ -23,16 +23,13 @@ def drawings():
     both = {**wrong_pass, "right": right["interleaved: rectangle"]}
     storm, seen = list(memory.storm(model).values()), memory.filling_pool(model)
     prompts = stages.some_prompts(model)
-    flat = {"ragged: a flat stream": right["ragged, mask: flat stream"]}
 
     def bug(path):
         sights.draw(wrong_pass if plots.LOOK.narrow else both, path)
 
-    def mask(path):
-        sights.draw(flat if plots.LOOK.narrow else right, path)
-
     return {
-        "bug": bug, "mask": mask,
+        "bug": bug,
+        "mask": lambda path: sights.draw(right, path),
         "storm": lambda path: plots.timelines(storm, path),
         "pool": lambda path: figures.pool(seen, path),
         "packing": lambda path: figures.packing(prompts, path),

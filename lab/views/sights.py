@@ -148,13 +148,13 @@ LOOKS = {   # a cell's kind: its looks, and its name in the legend
 
 def draw(sights, path=None, label=None):
     """
-    One or several forward passes, side by side.
+    One or several forward passes, side by side; on a phone, one below the other.
 
     sights: {title: Sight}
     label:  label(request, position) names a token on the axes
     """
     groups = [panels(sight, label) for sight in sights.values()]
-    places, lefts, right, bottom = arranged(groups)
+    places, corners, right, bottom = arranged(groups)
     handles = legend_handles(groups)
     width = max(min(6.4, LOOK.width), right)
     in_a_line = int(width / 1.65)
@@ -163,10 +163,10 @@ def draw(sights, path=None, label=None):
         lines += 1   # the legend's title takes two
     height = bottom + 0.45 + 0.2 * lines
     figure = pyplot().figure(figsize=(width, height))
-    for (title, sight), left in zip(sights.items(), lefts):
+    for (title, sight), (left, top) in zip(sights.items(), corners):
         x = (left + 0.1) / width
-        figure.text(x, 1 - 0.08 / height, title, weight="bold", va="top")
-        figure.text(x, 1 - 0.3 / height, bill(sight), va="top")
+        figure.text(x, 1 - (top + 0.08) / height, title, weight="bold", va="top")
+        figure.text(x, 1 - (top + 0.3) / height, bill(sight), va="top")
     for place in places:
         ax = axes_at(figure, place, width, height)
         draw_panel(ax, place.panel)
@@ -187,10 +187,11 @@ class Place(NamedTuple):
 
 
 def arranged(groups):
-    """(a Place for each panel, left edges of the groups, the right edge, the bottom) in inches."""
+    """(a Place for each panel, each group's (left, top), the right edge, the bottom) in inches."""
     longest = longest_label(groups)
     margin, gap = max(0.5, 0.095 * longest + 0.1), max(0.32, 0.09 * longest + 0.1)
-    places, lefts, left, bottom = [], [], 0.0, 0.0
+    places, corners = [], []
+    left = top = right = bottom = 0.0
     for group in groups:
         wide = margin + 0.15 + CELL * max(len(panel.keys) for panel in group)
         tall = gap + CELL * max(len(panel.queries) for panel in group)
@@ -198,11 +199,16 @@ def arranged(groups):
         columns = len(group) if fits_in_a_line else 1
         for number, panel in enumerate(group):
             row, column = divmod(number, columns)
-            places.append(Place(panel, left + margin + wide * column, TOP + gap + tall * row))
-        lefts.append(left)
-        left += max(3.2, wide * columns)
-        bottom = max(bottom, TOP + tall * (row + 1))
-    return places, lefts, left, bottom
+            places.append(
+                Place(panel, left + margin + wide * column, top + TOP + gap + tall * row))
+        corners.append((left, top))
+        right = max(right, left + max(3.2, wide * columns))
+        bottom = max(bottom, top + TOP + tall * (row + 1))
+        if LOOK.narrow:
+            top = bottom + 0.2
+        else:
+            left = right
+    return places, corners, right, bottom
 
 
 def longest_label(groups):
