@@ -617,6 +617,7 @@ def test_requests_are_pasted_as_lengths_and_as_json(show):
              "2 requests."),
             ("prompt answer", "30-8-0-1&", "1 to 40 requests"),
             ("30 many", "30-8-0-1&", "line 1: “many” is no number"),
+            ("prompt answer\n\n30 8\n30 many", "30-8-0-1&", "line 4: “many” is no number"),
             ('{"prompt": 4, "answer": "few"}', "30-8-0-1&", "line 1: an answer's tokens must be a "
              "whole number from 1 to 2,048, not few"),
             ('{"prompt": 4, "max_tokens": 5}', "30-8-0-1&", "line 1: “max_tokens” is unknown")):

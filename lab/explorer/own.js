@@ -313,16 +313,17 @@ async function copyLink(button) {
 
 // Requests in lines. Error with a line that says what is wrong.
 function parsed(text) {
-  let lines = text.split("\n").map(line => line.trim()).filter(Boolean);
-  if (isHead(lines[0])) lines = lines.slice(1);
+  let lines = text.split("\n").map((line, i) => ({line: line.trim(), where: `line ${i + 1}`}));
+  lines = lines.filter(({line}) => line);
+  if (lines.length && isHead(lines[0].line)) lines = lines.slice(1);
   if (!lines.length || lines.length > MOST) {
     throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
   }
-  return lines.map((line, i) => {
-    const one = line.startsWith("{") ? fromJSON(line, i) : fromWords(line, i);
+  return lines.map(({line, where}) => {
+    const one = line.startsWith("{") ? fromJSON(line, where) : fromWords(line, where);
     for (const [k, [what, least, most]] of LIMITS.entries()) {
       if (isLength(one[k], least, most)) continue;
-      throw Error(`line ${i + 1}: ${what} must be a whole number from ${least} to ${number(most)}, `
+      throw Error(`${where}: ${what} must be a whole number from ${least} to ${number(most)}, `
                   + `not ${one[k]}`);
     }
     return [...one.slice(0, 3), one[3] ? 1 : 0];
@@ -334,16 +335,16 @@ const fields = line => line.split(/[\s,;]+/).map(field => field.replace(/^["']|[
 const isNumber = field => field !== "" && Number.isFinite(Number(field));
 
 function isHead(line) {                  // of a table: names, and no number
-  return Boolean(line) && !line.startsWith("{") && !fields(line).some(isNumber)
+  return !line.startsWith("{") && !fields(line).some(isNumber)
     && fields(line).length > 1;
 }
 
-function fromWords(line, i) {            // prompt, answer, arrival, whether it begins like others
+function fromWords(line, where) {            // prompt, answer, arrival, whether it begins like others
   const words = fields(line).filter(field => field !== ""), odd = words.find(
     word => !isNumber(word));
-  if (odd !== undefined) throw Error(`line ${i + 1}: “${odd}” is no number`);
+  if (odd !== undefined) throw Error(`${where}: “${odd}” is no number`);
   if (words.length < 2 || words.length > 4) {
-    throw Error(`line ${i + 1}: two to four numbers, not “${line}”`);
+    throw Error(`${where}: two to four numbers, not “${line}”`);
   }
   const [prompt, answer, arrival = 0, shared = 0] = words.map(Number);
   return [prompt, answer, arrival, shared];
@@ -351,19 +352,19 @@ function fromWords(line, i) {            // prompt, answer, arrival, whether it 
 
 const NAMES = ["prompt", "answer", "arrival", "shared"];
 
-function fromJSON(line, i) {
+function fromJSON(line, where) {
   let one;
   try {
     one = JSON.parse(line);
   } catch {
-    throw Error(`line ${i + 1} is not JSON`);
+    throw Error(`${where} is not JSON`);
   }
   const unknown = Object.keys(one).find(name => !NAMES.includes(name));
   if (unknown !== undefined) {
-    throw Error(`line ${i + 1}: “${unknown}” is unknown; there are ${NAMES.join(", ")}`);
+    throw Error(`${where}: “${unknown}” is unknown; there are ${NAMES.join(", ")}`);
   }
   for (const name of ["prompt", "answer"]) {
-    if (!(name in one)) throw Error(`line ${i + 1}: “${name}” is missing`);
+    if (!(name in one)) throw Error(`${where}: “${name}” is missing`);
   }
   const {prompt, answer, arrival = 0, shared = 0} = one;
   return [...[prompt, answer, arrival].map(numberOf), Number(shared)];
