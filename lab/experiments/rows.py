@@ -66,25 +66,33 @@ def measure_gaps(args, device, dtype):
             "points": points}
 
 
-def curves(*found):
+def curves(*models):
     """{name of a model: [(rows, ms), ...]}"""
-    return {NAMES.get(result["model"], result["model"]):
-            [(n, 1e3 * seconds) for n, seconds in result["points"]] for result in found}
+    points = {}
+    for result in models:
+        name = NAMES.get(result["model"], result["model"])
+        points[name] = [(n, 1e3 * seconds) for n, seconds in result["points"]]
+    return points
 
 
-def gains(*found):
+def gains(*models):
     """{name of a model: [(rows, tokens a second as a multiple of one row's), ...]}"""
-    return {name: [(n, n * points[0][1] / ms) for n, ms in points]
-            for name, points in curves(*found).items()}
+    multiples = {}
+    for name, points in curves(*models).items():
+        _, one_row = points[0]
+        multiples[name] = [(n, n * one_row / ms) for n, ms in points]
+    return multiples
 
 
-def rows_table(*found):
+def rows_table(*models):
     """Of one model or several."""
-    columns, times = curves(*found), gains(*found)
-    rows = [[n, *(f"{columns[name][i][1]:,.2f} ms, ×{times[name][i][1]:.1f}" for name in columns)]
-            for i, (n, _) in enumerate(next(iter(columns.values())))]
-    return Table(["rows", *columns], rows, "one forward pass, medians of 7; ×: tokens a second, "
-                                           "as a multiple of one row's")
+    times, multiples = curves(*models), gains(*models)
+    rows = []
+    for i, (n, _) in enumerate(next(iter(times.values()))):
+        cells = [f"{times[name][i][1]:,.2f} ms, ×{multiples[name][i][1]:.1f}" for name in times]
+        rows.append([n, *cells])
+    return Table(["rows", *times], rows, "one forward pass, medians of 7; ×: tokens a second, "
+                                         "as a multiple of one row's")
 
 
 def gaps_table(result):

@@ -61,16 +61,20 @@ def some_prompts(model):
 
 def ruined(model, tokenizer, requests):
     """{name: [prompt, answer, answer under the published mask]} of requests that get another."""
+    knobs = limits("interleaved", model)
+
     def answers():
-        knobs = limits("interleaved", model)
         return run(STAGES["interleaved"], model, requests, **knobs).requests
 
     right = answers()
     with broken("published mask", show=False):
         wrong = answers()
-    return {mine.name: [tokenizer.decode(tokens) for tokens in (
-        mine.prompt, mine.generated, theirs.generated)]
-        for mine, theirs in zip(right, wrong) if mine.generated != theirs.generated}
+    changed = {}
+    for request, other in zip(right, wrong):
+        if request.generated != other.generated:
+            texts = request.prompt, request.generated, other.generated
+            changed[request.name] = [tokenizer.decode(tokens) for tokens in texts]
+    return changed
 
 
 # --- the experiment -------------------------------------------------------------------------------
