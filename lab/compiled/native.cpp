@@ -351,9 +351,9 @@ static void keep(const float* k, const float* v, i64 heads, i64 size, const Piec
             float *key = keys[p.start + i], *value = values[p.start + i];
             std::copy_n(k + from, size, key);
             std::copy_n(v + from, size, value);
-            if (sum(value, size, [](vec x) { return x * 0.f; }) != 0) {   // not finite: see model.py
-                std::fill_n(key, size, NAN);
-                std::fill_n(value, size, 0.f);
+            if (sum(value, size, [](vec x) { return x * 0.f; }) != 0) {   // not finite
+                std::fill_n(key, size, NAN);     // all queries that see it get NaN, as in the model;
+                std::fill_n(value, size, 0.f);   // the others multiply it by 0, which would be NaN
             }
         }
     }
