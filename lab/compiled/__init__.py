@@ -62,9 +62,12 @@ def refuse_others(model):
             raise ValueError(f"it is for float32 on a CPU, not {p.dtype} on {p.device.type}")
     with torch.device("meta"), Uninitialised():
         as_made = type(model)(model.config)
-    looks = [(str(m), [p.shape for p in m.parameters()]) for m in (model, as_made)]
-    if looks[0] != looks[1]:   # a tensor parallel rank's, for instance
+    if modules_of(model) != modules_of(as_made):   # a tensor parallel rank's, for instance
         raise ValueError("its modules are not those of its config")
+
+
+def modules_of(model):
+    return str(model), [p.shape for p in model.parameters()]
 
 
 @torch.autocast("cpu", enabled=False)

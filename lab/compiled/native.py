@@ -159,13 +159,18 @@ class Weights:
             arrange = torch.clone if "ln_" in name or "_norm" in name else pack
             return copy(f"{name}.weight", arrange), copy(f"{name}.bias")
 
-        (V, C), size = named["wte.weight"].shape, model.h[0].attn.head_size
+        V, C = named["wte.weight"].shape
+        size = model.h[0].attn.head_size
         Q, K, H = (len(named[f"h.0.{name}.weight"])
                    for name in ("attn.query", "attn.key", "mlp.c_fc"))
         positions = len(named["wpe.weight"]) if "wpe.weight" in named else 2**31   # no last one
-        self.layers, self.heads, self.head_size, self.vocabulary = len(model.h), K // size, size, V
-        self.of_layers = numbers(each for i in range(self.layers) for name in self.BLOCK
-                                 for each in both(f"h.{i}.{name}"))
+        self.layers, self.vocabulary = len(model.h), V
+        self.heads, self.head_size = K // size, size   # of keys
+        of_layers = []
+        for i in range(self.layers):
+            for name in self.BLOCK:
+                of_layers += both(f"h.{i}.{name}")
+        self.of_layers = numbers(of_layers)
         self.of_model = numbers([
             self.layers, Q // size, Q // K, size, C, H, V, positions,
             copy("wte.weight"), copy("wpe.weight"),

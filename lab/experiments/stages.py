@@ -92,7 +92,7 @@ def measure(args, device, dtype):
     runs = results.in_turn(STAGES, run_stage, repeats)
     for name, runs_of_stage in runs.items():
         rows = [results.row_of(trace) for trace, _ in runs_of_stage]   # counts are the same in all
-        stages[name] = {what: statistics.median_low(row[what] for row in rows) for what in rows[0]}
+        stages[name] = medians(rows)
         _, check = runs_of_stage[0]
         for verdict in check():
             if verdict.verdict == "WRONG":
@@ -105,6 +105,11 @@ def measure(args, device, dtype):
             "prompt_tokens": sum(len(request.prompt) for request in requests),
             "generated": stages["naive"]["generated"],
             "useful_scores": stages["naive"]["useful_scores"]}
+
+
+def medians(rows):
+    """Of the figures of several runs: {name: median}"""
+    return {name: statistics.median_low(row[name] for row in rows) for name in rows[0]}
 
 
 def table(result):

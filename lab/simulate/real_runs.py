@@ -28,9 +28,11 @@ FIGURES = ("ttft_ms", "e2e_ms", "between_ms")   # of a run, in the order of ever
 
 def calculate(run):
     """[mean TTFT, E2E, time between tokens] of a real run, in ms."""
-    shape, gpu = replace(MODELS[run["model"]], tp=run["tp"]), GPUS[run["gpu"]]
+    shape = replace(MODELS[run["model"]], tp=run["tp"])
+    gpu = GPUS[run["gpu"]]
     times = [*staged(run["stages"], seed=0)]
-    prompt, answer = (run["prompt"], run["prompt"]), (run["output"], run["output"])
+    prompt = run["prompt"], run["prompt"]   # bounds: all have this length
+    answer = run["output"], run["output"]
     requests = drawn(len(times), 0, prompt, answer, prompts=100)
     log = log_of(shape, gpu, generate, requests, times, engine=ENGINES["vllm"],
                  max_batch=ABOUT["max_batch"], token_budget=run["token_budget"],

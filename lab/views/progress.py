@@ -19,10 +19,11 @@ def progress(model, requests, token_budget=None, stream=None):
     clear = "\r\x1b[K" if live else ""
 
     def announce():
-        for request in [request for request in running if request.finished]:
-            running.remove(request)
-            print(f"{clear}{request.name}: {request.finish_reason} after "
-                  f"{len(request.generated)} tokens", file=stream, flush=True)
+        for request in list(running):   # a copy: it gets shorter
+            if request.finished:
+                running.remove(request)
+                print(f"{clear}{request.name}: {request.finish_reason} after "
+                      f"{len(request.generated)} tokens", file=stream, flush=True)
 
     def show(step, batch):
         nonlocal shown_at

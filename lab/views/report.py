@@ -17,7 +17,9 @@ def totals(trace):
     Sums over all forward passes, as a dict. `key_slots` counts padded and real keys; `seconds` is
     the time from the start of the run to its last token.
     """
-    total = {name: sum(getattr(p, name) for p in trace.passes) for name in SUMS}
+    total = {}
+    for name in SUMS:
+        total[name] = sum(getattr(p, name) for p in trace.passes)
     total["forward_passes"] = len(trace.passes)
     total["key_slots"] = total["padded_keys"]
     for p in trace.passes:
@@ -95,7 +97,8 @@ def figures(log, ttft=None, itl=None):
 
 def useful(trace):
     """The share of the slots that hold a token which is computed for the first time."""
-    return sum(p.useful for p in trace.passes) / sum(p.slots for p in trace.passes)
+    slots = sum(p.slots for p in trace.passes)
+    return sum(p.useful for p in trace.passes) / slots
 
 
 def spread(waits):
@@ -119,8 +122,8 @@ def mean(values):
 
 def report(trace):
     total = totals(trace)
-    rows = [*work_rows(total), *speed_rows(total, latencies(trace)), *guess_rows(trace, total),
-            *memory_rows(Counter(trace.counts))]
+    rows = work_rows(total) + speed_rows(total, latencies(trace))
+    rows += guess_rows(trace, total) + memory_rows(Counter(trace.counts))
     lines = [f"stage: {trace.stage}"]
     lines += [f"  {name:15} {text}" for name, text in rows]
     return "\n".join(lines)
