@@ -9,20 +9,17 @@ child process: the student's file with our source of all other parts behind it. 
 on the same cases, and compares. The exit status is 0 unless the grading itself failed.
 """
 import argparse
-import ast
 import json
 import os
 import shutil
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"   # before torch is imported: its tensors are small here
 from compare import ask, fault  # noqa: E402
 from functions import (  # noqa: E402
     HERE,
-    ROOT,
     SETS,
     KitError,
     drawn,
@@ -30,87 +27,20 @@ from functions import (  # noqa: E402
     parts_of,
     record,
 )
+from source import blanked, files_of, functions_of, pasted, write  # noqa: E402
 
 from lab.checks.edits import EditError  # noqa: E402
 
-SHIPPED = (*(f"toolbox/{path.name}" for path in sorted((ROOT / "toolbox").glob("*.py"))),
-           "beyond/__init__.py")   # what every set's code imports
-KIT = "child.py", "compare.py", "probes.py", "second_device.py"
 IGNORED = shutil.ignore_patterns(
     "kit", ".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
 PACKAGES = {False: "pytest==9.2.0\n", True: "pytest==9.2.0\nnumpy==2.4.6\ntorch==2.13.0\n"}
 SMALL = 6000   # letters of a case and its answer; larger ones are for grading
 
 
-# --- source ---------------------------------------------------------------------------------------
-
-def files_of(number):
-    """{file: its text}: all of ours that a set's code needs, with the functions to write."""
-    paths = {name: ROOT / name for name in (*module_of(number, "cases").FILES.split(), *SHIPPED)}
-    paths = {name: path if path.is_file() else HERE / name for name, path in paths.items()}
-    paths |= {f"kit/{name}": HERE / name for name in KIT}
-    paths["kit/calls.py"] = HERE / f"set{number}/calls.py"
-    return {name: path.read_text("utf-8") for name, path in paths.items()} | {"kit/__init__.py": ""}
-
-
-def functions_of(number):
-    """{function: the first part that asks for it}"""
-    return {function: part for part, (_, _, functions) in reversed(parts_of(number).items())
-            for function in functions}
-
 
 def limits(number):
     """Of a part: seconds of CPU time, and gigabytes. Torch takes two of each."""
     return (20, 6) if "model.py" in module_of(number, "cases").FILES else (10, 2)
-
-
-def write(folder, files):
-    """Writes {name: text}; returns the folder."""
-    for name, text in files.items():
-        path = Path(folder, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", newline="\n")
-    return folder
-
-
-def node_of(text, name):
-    """The definition of "Class.method" or "function"."""
-    node = ast.parse(text)
-    for part in name.split("."):
-        node = next(each for each in node.body if getattr(each, "name", None) == part)
-    return node
-
-
-def blanked(text, name, message):
-    """The file with one function blanked: signature and docstring stay."""
-    node, lines = node_of(text, name), text.splitlines()
-    first = node.body[0]   # comments behind a docstring belong to the body
-    start = first.end_lineno if ast.get_docstring(node) is not None else first.lineno - 1
-    lines[start:node.end_lineno] = [
-        f"{' ' * (node.col_offset + 4)}raise NotImplementedError({message!r})"]
-    return "\n".join(lines) + "\n"
-
-
-def pasted(theirs, ours, names):
-    """
-    A student's file with our source of some functions behind it, so that ours counts. Lines of
-    theirs keep their numbers, and names of theirs their meaning.
-    """
-    text = [theirs]
-    for node in ast.parse(ours).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            bound = {alias.asname or alias.name.split(".")[0] for alias in node.names}
-            text.append(f"if not globals().keys() >= {bound}:\n    {ast.unparse(node)}")
-    for name in names:
-        node, (owner, _, method) = node_of(ours, name), name.rpartition(".")
-        start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-        source = textwrap.dedent("\n".join(ours.splitlines()[start - 1:node.end_lineno]))
-        if owner:   # a function `method` may be the student's
-            source = source.replace(f"def {method}(", f"def _our_{method}(", 1)
-            source = source.replace("super()", f"super({owner}, self)")
-            source += f"\n{owner}.{method} = _our_{method}"
-        text.append(source)
-    return "\n".join(text) + "\n"
 
 
 # --- a template, a submission ---------------------------------------------------------------------
@@ -175,9 +105,10 @@ def graded(number, folder, secret):
                 for file in {function.split(":")[0] for function in mine}:
                     others = [each.split(":")[1] for each in functions_of(number)
                               if each.startswith(f"{file}:") and each not in mine]
+                    names = [each.split(":")[1] for each in mine if each.startswith(f"{file}:")]
                     theirs = (work / file).read_text("utf-8-sig")
                     compile(theirs, file, "exec")
-                    made[file] = pasted(theirs, made[file], others)
+                    made[file] = pasted(theirs, made[file], others, names)
                     lines[file] = theirs.count("\n") + 1
                 file = "the folder"
                 write(work, made)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(KIT))
 import compare  # noqa: E402
 import functions  # noqa: E402
 import kit  # noqa: E402
+import source  # noqa: E402
 
 SETS = functions.SETS if THOROUGH else [3]   # which needs no torch
 SCHEDULE = "scheduler.py:Scheduler.schedule"
@@ -32,17 +33,17 @@ record = cache(lambda number, part: functions.record(number, part, drawn(number)
 
 def handed_in(folder, number, edits=()):
     """Our files of a set. edits: (function, what it does first), (file, what becomes of it)."""
-    files = kit.files_of(number)
+    files = source.files_of(number)
     for where, new in edits:
         file, _, name = where.partition(":")
         old = files.get(file, "")
         if name:
-            node, lines = kit.node_of(old, name), old.splitlines()
-            source = "\n".join(lines[node.lineno - 1:node.end_lineno])
-            files[file] = old.replace(source, edited(source, [("", new.strip())]))
+            node, lines = source.node_of(old, name), old.splitlines()
+            function = "\n".join(lines[node.lineno - 1:node.end_lineno])
+            files[file] = old.replace(function, edited(function, [("", new.strip())]))
         else:
             files[file] = new(old)
-    kit.write(folder, {name: text for name, text in files.items() if "kit/" not in name})
+    source.write(folder, {name: text for name, text in files.items() if "kit/" not in name})
     return folder
 
 
@@ -232,23 +233,65 @@ def test_what_a_handout_leaves_open_is_right(number, part, function, old, new):
 def test_our_source_of_other_parts_counts_and_brings_its_imports():
     theirs = "class A:\n\tdef f(self):\n\t\treturn 1\n\ndef f():\n    return A().f()"
     ours = "import math\nclass A:\n    def f(self):\n        return super() and math.pi\n"
-    exec(kit.pasted(theirs, ours, ["A.f"]), made := {})
+    exec(source.pasted(theirs, ours, ["A.f"]), made := {})
     assert made["f"]() == 3.141592653589793
+
+
+OWN_LOOKUP = """class Lookup:
+    def __init__(self):
+        self.seen = {}
+
+    def guess(self, request, most):
+        known = list(request.tokens)
+        for end in range(1, len(known)):
+            for n in (1, 2, 3):
+                self.seen[tuple(known[max(end - n, 0):end])] = end
+        for n in (3, 2, 1):
+            place = self.seen.get(tuple(known[-n:]))
+            if place and len(known) >= n:
+                return known[place:place + most]
+        return []
+"""
+
+
+@pytest.mark.parametrize("part", ["b", "c"])
+def test_our_methods_bring_the_state_that_they_need(part, tmp_path, monkeypatch):
+    """A Lookup with an `__init__` of its own may not cost the parts that use ours."""
+    def own_lookup(text):
+        node = source.node_of(text, "Lookup")
+        lines = text.splitlines()
+        return "\n".join([*lines[:node.lineno - 1], OWN_LOOKUP, *lines[node.end_lineno:]])
+
+    folder = handed_in(tmp_path, 6, [("beyond/speculative.py", own_lookup)])
+    assert said_of(6, folder, part, monkeypatch) is None
+
+
+def test_a_class_that_the_part_asks_for_keeps_its_own_state():
+    ours = ("class A:\n    size = 3\n    def __init__(self):\n        self.x = 1\n"
+            "    def f(self):\n        return self.x\n    def g(self):\n        return self.x\n")
+    student = ("class A:\n    def __init__(self):\n        self.x, self.own = 1, 2\n"
+               "    def f(self):\n        return self.own\n")
+    exec(source.pasted(student, ours, ["A.g"], ["A.f"]), names := {})
+    assert (names["A"]().f(), names["A"]().g()) == (2, 1)
+    exec(source.pasted(student, ours, ["A.f", "A.g"]), names := {})
+    assert (names["A"]().f(), names["A"].size) == (1, 3)
+    exec(source.pasted("", ours, ["A.f"]), names := {})
+    assert names["A"]().f() == 1   # a class that is not there
 
 
 # --- a class --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", SETS)
 def test_a_template_gives_no_solution_away(number, tmp_path):
-    made, ours = template(number), kit.files_of(number)
-    for function in kit.functions_of(number):
+    made, ours = template(number), source.files_of(number)
+    for function in source.functions_of(number):
         file, name = function.split(":")
-        lines = "\n".join(map(ast.unparse, body_of(kit.node_of(ours[file], name))))
+        lines = "\n".join(map(ast.unparse, body_of(source.node_of(ours[file], name))))
         for line in [line.strip() for line in lines.splitlines() if len(line) > 40]:
             elsewhere = sum(text.count(line) for text in ours.values()) > 1   # in what is given
             assert elsewhere or not any(line in text for text in made.values()), line
     for files, status in (made, 1), ({name: ours[name] for name in ours}, 0):
-        kit.write(tmp_path, files)
+        source.write(tmp_path, files)
         ran = run(tmp_path, sys.executable, "-m", "pytest", "-q")
         assert ran.returncode == status, ran.stdout
         assert ran.stdout.count(" is not written yet (part ") >= 2 * status, ran.stdout
