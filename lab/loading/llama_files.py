@@ -42,10 +42,13 @@ def llama_config(theirs):
     if kind in ("llama", "mistral"):
         default = 4096 if kind == "mistral" else None
         one_of("sliding_window", theirs.get("sliding_window", default), None)
-    heads, size, groups = (theirs.get(key) for key in (
-        "num_attention_heads", "head_dim", "num_key_value_heads"))
-    size = theirs["hidden_size"] // heads if size is None else size
-    groups = heads if groups is None else groups
+    heads = theirs.get("num_attention_heads")
+    size = theirs.get("head_dim")
+    if size is None:
+        size = theirs["hidden_size"] // heads
+    groups = theirs.get("num_key_value_heads")
+    if groups is None:
+        groups = heads
     at_least_1(head_dim=size, num_key_value_heads=groups)
     if size % 2:   # features turn in pairs
         raise ValueError(f"head_dim {size} must be even; by default it is "
@@ -53,19 +56,28 @@ def llama_config(theirs):
     if heads % groups:
         raise ValueError(f"num_key_value_heads {groups} must divide num_attention_heads {heads}")
     biased = kind in ("llama", "qwen3") and theirs.get("attention_bias", False)
-    return {ours: theirs[key] for ours, key in SIZES.items()} | rope(theirs, given) | {
-        "norm_eps": above_0(theirs, "rms_norm_eps"), "n_kv_head": groups, "head_size": size,
-        "qkv_bias": biased or kind == "qwen2", "out_bias": biased,
+    sizes = {ours: theirs[key] for ours, key in SIZES.items()}
+    return {
+        **sizes,
+        **rope(theirs, given),
+        "norm_eps": above_0(theirs, "rms_norm_eps"),
+        "n_kv_head": groups,
+        "head_size": size,
+        "qkv_bias": biased or kind == "qwen2",
+        "out_bias": biased,
         "mlp_bias": kind == "llama" and theirs.get("mlp_bias", False),
-        "qk_norm": kind == "qwen3", "tied": theirs.get("tie_word_embeddings", False)}
+        "qk_norm": kind == "qwen3",
+        "tied": theirs.get("tie_word_embeddings", False)}
 
 
 def rope_given(theirs):
     """What is given about rotary positions. It may stand in either of two places."""
     for key in "rope_scaling", "rope_parameters":   # the old name goes first, as in transformers
         given = theirs.get(key)
-        if not isinstance(given, dict | None) or any(
-                isinstance(value, dict) for value in (given or {}).values()):   # for each layer
+        if given is None:
+            continue
+        is_object = isinstance(given, dict)
+        if not is_object or any(isinstance(value, dict) for value in given.values()):   # a layer's
             raise ValueError(f"{key} must be an object of settings, not {given!r:.60}")
     return theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
 
@@ -74,17 +86,19 @@ def rope(theirs, given):
     """rope_theta, and rope_scaling if there is one."""
     kind = given.get("rope_type", given.get("type", "default"))   # "type": its old name
     one_of("rope_type", kind, "default", "linear", "llama3")
-    found = {"rope_theta": above_0({"rope_theta": 10000.0} | theirs | given, "rope_theta")}
+    settings = {"rope_theta": above_0({"rope_theta": 10000.0} | theirs | given, "rope_theta")}
     if kind == "linear":
-        found["rope_scaling"] = above_0(given, "factor"),
+        settings["rope_scaling"] = (above_0(given, "factor"),)
     if kind == "llama3":
         # as in transformers: what stands at the top of the file goes before what stands inside
         inside = given.get(CONTEXT, theirs["max_position_embeddings"])
         given = given | {CONTEXT: theirs.get(CONTEXT, inside)}
-        found["rope_scaling"] = _, low, high, _ = tuple(above_0(given, key) for key in ROPE_SCALING)
+        scaling = tuple(above_0(given, key) for key in ROPE_SCALING)
+        _, low, high, _ = scaling
         if low >= high:
             raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
-    return found
+        settings["rope_scaling"] = scaling
+    return settings
 
 
 def above_0(theirs, key):
