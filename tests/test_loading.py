@@ -29,7 +29,7 @@ from lab.checks.xray import XRay
 from lab.compiled import optimize
 from lab.loading import load as load_module
 from lab.loading import tokenizer
-from lab.loading.llama_files import CONTEXT
+from lab.loading.llama_files import CONTEXT, llama_config
 from lab.loading.load import Stream, load, load_model, word
 from lab.loading.workload import make_requests, read_prompts
 from model import GPT, GPTConfig
@@ -111,6 +111,18 @@ def test_an_id_that_the_tokenizer_lacks_is_one_unknown_character():
                          ([c3, 2000, a9], "\ufffd\ufffd\ufffd")):
         assert TOKENIZER.decode(tokens) == streamed(TOKENIZER, tokens) == text
     assert word(TOKENIZER, 1024) == "\ufffd" and word(TOKENIZER, c3) == [0xc3]
+
+
+def test_a_stream_holds_at_most_what_may_still_become_a_character():
+    """Invalid bytes and ids without a token are shown, not collected for ever."""
+    e2, x82, xff, the = map(TOKENIZER.encode_single_token, (b"\xe2", b"\x82", b"\xff", b"t"))
+    for tokens in [e2] * 50, [e2, x82] * 50, [xff] * 50, [2000] * 50, [the, 2000, e2, xff] * 9:
+        stream, text = Stream(TOKENIZER), ""
+        for number, token in enumerate(tokens):
+            text += stream.add(token)
+            assert len(stream.new) <= 3
+            assert len(TOKENIZER.decode(tokens[:number + 1])) - len(text) <= 1
+        assert text + stream.add(None) == TOKENIZER.decode(tokens)
 
 
 def test_json_lines_are_known_by_a_file_s_name_in_any_case(tmp_path):
@@ -276,6 +288,47 @@ def test_logits_are_those_of_transformers_or_a_folder_is_refused(model, monkeypa
             expected = type(made).from_pretrained(folder, dtype=torch.float64)(tokens).logits
             logits = load_model(folder / ".." / which, torch.float64)(tokens)
         assert (logits - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_a_folder_that_automodel_saved_is_read(name, tmp_path):
+    """Its keys lack `model.`; it has no head of its own."""
+    whole = theirs(name, tie_word_embeddings=True)
+    whole.model.save_pretrained(tmp_path)
+    assert not any(key.startswith("model.") for key in
+                   safetensors.load_file(tmp_path / WEIGHTS))
+    tokens = torch.randint(VOCAB, (2, BLOCK_SIZE))
+    with torch.inference_mode():
+        expected = whole(tokens).logits
+        logits = load_model(tmp_path, torch.float64)(tokens)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_key_that_is_missing_has_the_default_of_its_model_type(kind):
+    """Those of transformers' own configuration, or the line names the key."""
+    given = dict(model_type=kind, vocab_size=9, hidden_size=4096, intermediate_size=64,
+                 num_hidden_layers=1, num_attention_heads=32, sliding_window=None)
+    config = transformers.AutoConfig.for_model(**given)
+    ours = llama_config(given)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // 32
+    assert (ours["n_kv_head"], ours["head_size"], ours["norm_eps"], ours["block_size"]) == (
+        config.num_key_value_heads, head_size, config.rms_norm_eps, config.max_position_embeddings)
+    for key in "vocab_size", "hidden_size", "num_attention_heads":
+        with pytest.raises(KeyError, match=key):
+            llama_config({name: given[name] for name in given if name != key})
+
+
+def test_an_index_decides_from_which_file_a_key_is_read(llamas):
+    """Another shard may hold the key, too, or keys that are nobody's."""
+    right = load_model(llamas).state_dict()
+    shard_of = json.loads((llamas / INDEX).read_text())["weight_map"]
+    other = next(shard for shard in shard_of.values() if shard != shard_of["model.norm.weight"])
+    edit(llamas, other, holds("model.norm.weight", torch.zeros(24)))
+    edit(llamas, other, holds("nobody.weight", torch.zeros(1)))
+    again = load_model(llamas).state_dict()
+    assert again.keys() == right.keys()
+    assert all(torch.equal(again[key], right[key]) for key in right)
 
 
 LLAMA = backend("Llama").model   # that every stage keeps its contract: test_contract.py
@@ -551,7 +604,8 @@ DAMAGES = [   # in which folder a file becomes what, and what is said
     ("llamas", INDEX, names(ELSEWHERE), ", which is no file in this folder"),
     ("llamas", INDEX, names("../" * 30 + ELSEWHERE[1:]), ", which is no file in this folder"),
     ("llamas", "model-00002*", None, "index.json names 'model-00002-of-0000"),
-    ("llamas", "model-00002*", holds("model.norm.weight", torch.zeros(1)), "is there twice"),
+    ("llamas", INDEX, lambda old: old.replace(b'"model.norm.weight"', b'"absent.weight"'),
+     "lacks the weight 'absent.weight'"),
     ("llamas", "tokenizer.json", None, "tokenizer .. transformers cannot read it"),
     ("llamas", "tokenizer_config.json", b'{"chat_template": [{"name": 1}]}',
      "tokenizer .. transformers cannot read it")]

@@ -267,6 +267,37 @@ def test_text_of_a_stream_is_the_text_of_the_whole_up_to_a_stop(stops):
         assert got == whole[:min(found)[1] if found else None]
 
 
+@pytest.mark.parametrize("stops", [["abcd", "b"], ["aba", "ab"], ["bcd", "abcd", "cd"]])
+def test_stop_strings_that_overlap_cut_at_the_same_place_however_tokens_are_split(stops):
+    whole = "xabcdx"
+
+    class Joined:
+        """A tokenizer with one token for each cut of the text."""
+        hidden = unsure = frozenset()
+
+        def __init__(self, pieces):
+            self.pieces = pieces
+
+        def decode(self, tokens):
+            return "".join(self.pieces[token] for token in tokens)
+
+        def decode_single_token_bytes(self, token):
+            return self.pieces[token].encode()
+
+    def shown(pieces):
+        text, result = answers.Text(Joined(pieces), stops), ""
+        for token in [*range(len(pieces)), None]:
+            if not text.stopped:
+                result += text.add(token)
+        return result
+
+    by_letter = shown(whole)
+    for first in range(1, 5):
+        for second in range(first + 1, 6):
+            assert shown([whole[:first], whole[first:second], whole[second:]]) == by_letter
+    assert shown([whole]) == by_letter
+
+
 def test_special_tokens_are_hidden_and_a_token_that_ends_an_answer_is_too(monkeypatch):
     """With ignore_eos too; what ends an answer may be a token that is hidden nowhere else."""
     dot, special = TOKENIZER.encode_single_token(b"."), TOKENIZER.eot_token

@@ -55,7 +55,7 @@ class Found(NamedTuple):
     """Where a model is, and what its config.json says."""
     name: str
     folder: Path
-    files: list    # paths of its weights
+    files: dict    # path of each weights file -> which of its keys are read; None: all
     kind: Kind
     config: dict   # arguments of GPTConfig or LlamaConfig
 
@@ -83,13 +83,16 @@ def find(name, kinds):
                              f"{', '.join(NAMES)}, or owner/name on huggingface.co")
         folder = path.parent if path.is_file() else path
         known = read_config(folder / "config.json", kinds)
-        return Found(name, folder, [path] if path.is_file() else files_in(path), *known)
+        return Found(name, folder, {path: None} if path.is_file() else files_in(path), *known)
 
 
 def files_in(folder):
-    """The weights files of a folder: WEIGHTS, or the shards that its index names."""
+    """
+    {path: keys or None} of a folder: WEIGHTS, or the shards that its index names. Of a shard, the
+    keys are read for which the index names it.
+    """
     if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
+        return {folder / WEIGHTS: None}
     if not (folder / INDEX).is_file():
         raise ValueError(f"the folder does not hold {WEIGHTS}, or {INDEX} with its shards; to "
                          "convert a pytorch_model.bin: transformers.AutoModelForCausalLM."
@@ -101,7 +104,10 @@ def files_in(folder):
     for shard in shards:
         if not (folder / shard).is_file() or Path(shard).name != shard:
             raise ValueError(f"{INDEX} names {shard!r:.99}, which is no file in this folder")
-    return [folder / shard for shard in shards]
+    keys_of = {folder / shard: set() for shard in shards}
+    for key, shard in shard_of.items():
+        keys_of[folder / shard].add(key)
+    return keys_of
 
 
 def download(repository, kinds):
@@ -145,9 +151,11 @@ def read(found, dtype):
     """
     with one_line(f"model '{found.name}'", RuntimeError):   # torch's, where names or shapes differ
         tensors = {}
-        for path in found.files:
+        for path, keys in found.files.items():
             with one_line(path.name, SafetensorError):
                 theirs = load_file(path)
+            if keys is not None:
+                theirs = only(theirs, keys, path.name)
             for key, tensor in theirs.items():
                 new = found.kind.names(key, tensor.to(dtype))
                 if not new.keys().isdisjoint(tensors):
@@ -167,6 +175,14 @@ def read(found, dtype):
             model = found.kind.make(found.config)
         model.load_state_dict(tensors, assign=True)
     return model
+
+
+def only(tensors, keys, file):
+    """The tensors of a file with these keys. ValueError for a key that is not there."""
+    missing = sorted(keys - tensors.keys())
+    if missing:
+        raise ValueError(f"{file} lacks the weight {missing[0]!r}, which {INDEX} says it holds")
+    return {key: tensor for key, tensor in tensors.items() if key in keys}
 
 
 class Uninitialised(TorchFunctionMode):

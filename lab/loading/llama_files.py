@@ -14,8 +14,14 @@ FIXED = {"hidden_act": ("silu", "swish"), "attention_bias": (False, True),   # s
          "partial_rotary_factor": (1.0,), "use_sliding_window": (False,)}
 CONTEXT = "original_max_position_embeddings"   # before Llama 3.1's scaling made it longer
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", CONTEXT)
+# What transformers takes for a key that config.json lacks. The other sizes must stand there.
+DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}}
+TOP = {"embed_tokens.": "wte.", "layers.": "h.", "norm.": "ln_f."}   # how names begin
 NAMES = {
-    "model.embed_tokens.": "wte.", "model.layers.": "h.", "model.norm.": "ln_f.",
     "input_layernorm.": "ln_1.", "post_attention_layernorm.": "ln_2.", "self_attn.": "attn.",
     "q_proj.": "query.", "k_proj.": "key.", "v_proj.": "value.", "o_proj.": "c_proj.",
     "gate_proj.": "c_gate.", "up_proj.": "c_fc.", "down_proj.": "c_proj.",
@@ -26,6 +32,10 @@ def llama_names(key, tensor):
     """A tensor of a file under our name; no angles of old files, as they are computed."""
     if key.endswith(".inv_freq"):
         return {}
+    key = key.removeprefix("model.")   # AutoModel saves without it
+    for theirs, ours in TOP.items():
+        if key.startswith(theirs):
+            key = ours + key.removeprefix(theirs)
     for theirs, ours in NAMES.items():
         key = key.replace(theirs, ours)
     return {key: tensor}
@@ -33,7 +43,9 @@ def llama_names(key, tensor):
 
 def llama_config(theirs):
     """LlamaConfig's arguments. ValueError or KeyError for what is missing or not supported."""
-    kind, given = theirs["model_type"], rope_given(theirs)
+    kind = theirs["model_type"]
+    theirs = {"rms_norm_eps": 1e-6} | DEFAULTS[kind] | theirs
+    given = rope_given(theirs)
     at_least_1(**{key: theirs[key] for key in SIZES.values()})
     check_fixed(theirs | given, FIXED)
     layers = theirs.get("layer_types")

@@ -14,6 +14,7 @@ A model and its tokenizer, by name. In Python a stage is a function:
 
 trace.passes has what each forward pass computed (toolbox/trace.py).
 """
+import codecs
 import os
 
 import torch
@@ -92,7 +93,10 @@ def word(tokenizer, token):
 
 
 class Stream:
-    """Tokens become text one after another: whole characters, and no special tokens."""
+    """
+    Tokens become text one after another: whole characters, and no special tokens. Bytes wait only
+    while they may still become a character, so at most three; what never will is U+FFFD at once.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer, self.shown, self.new = tokenizer, [], []
@@ -101,10 +105,26 @@ class Stream:
         """The text that is certain now. token None: the end, so all is."""
         if token is not None and token not in self.tokenizer.hidden:
             self.new.append(token)
+        certain = self.new if token is None else self.new[:len(self.new) - self.waiting()]
         decode = self.tokenizer.decode
-        text = decode(self.shown + self.new)[len(decode(self.shown)):]   # what comes before counts
-        unsure = not text or text.endswith("\ufffd") or self.new[-1] in self.tokenizer.unsure
-        if unsure and token is not None:
-            return ""
-        self.shown, self.new = self.new, []
+        # what comes before counts
+        text = decode(self.shown + certain)[len(decode(self.shown)):]
+        if text:
+            self.shown, self.new = certain, self.new[len(certain):]
         return text
+
+    def waiting(self):
+        """How many of the last tokens the next one may still change."""
+        if not self.new:
+            return 0
+        if self.new[-1] in self.tokenizer.unsure:
+            return len(self.new)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [self.tokenizer.decode_single_token_bytes(token) for token in self.new]
+        decoder.decode(b"".join(pieces))
+        begun, _ = decoder.getstate()   # the bytes of a character that is not complete
+        number, size = 0, 0
+        while size < len(begun):
+            number += 1
+            size += len(pieces[-number])
+        return number

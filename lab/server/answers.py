@@ -33,12 +33,15 @@ class Text:
     def add(self, token):
         """The text that is certain now. token None: the end, so what was held is, too."""
         text = self.held + self.stream.add(token)
-        found = [text.index(stop) for stop in self.stops if stop in text]
+        # The stop that is complete first counts, however the text is cut into tokens; of two that
+        # end at the same place, the longer one.
+        found = [(text.index(stop) + len(stop), text.index(stop))
+                 for stop in self.stops if stop in text]
         self.stopped = bool(found)
         # how many characters at the end may be the beginning of a stop string
         begun = [n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         hold = max(begun, default=0) if token is not None else 0
-        end = min(found, default=len(text) - hold)
+        end = min(found)[1] if found else len(text) - hold
         self.held = text[end:]
         return text[:end]
 
