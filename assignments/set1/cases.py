@@ -19,7 +19,9 @@ def attention(rng):
     sizes += sorted((rng.randint(2, 6), rng.randint(6, 12)) for _ in range(3))
     for i, (T, S) in enumerate(sizes):
         lead = ((), (2,), (2, 3), (2, 1, 2))[i % 4]
-        shapes = (S,), (T, S), (*lead[:1], *(1 for _ in lead), S), (*lead, T, S)
+        # The last two have one column for all keys.
+        shapes = ((S,), (T, S), (*lead[:1], *(1 for _ in lead), S), (*lead, T, S),
+                  (T, 1), (*lead, T, 1))
         masks = [None, [[False] * S] * T, *(mask_of(rng, shape) for shape in shapes)]
         for mask, past in product(masks, {0, S - T}):
             yield {"call": "forward", "T": T, "S": S, "hs": (4, 1, 5)[i % 3], "lead": lead,
@@ -35,11 +37,14 @@ def caches(rng):
         end, made = 0, []
         while end < capacity:
             n = rng.randint(1, capacity - end)
-            made += [["write", 0, end, n], ["write", "x", end, n], ["read", 0, end + n]]
+            for layer in 0, 1, "x":
+                made.append(["write", layer, end, n])
+            made.append(["read", 0, end + n])
             end += n
         at = rng.randint(0, capacity - 2)
         return [*made, ["write", 0, at, 2], ["write", 0, capacity, 1], ["write", 0, at, capacity],
-                ["read", 0, capacity], ["read", "x", rng.randint(1, capacity)]]
+                ["read", 0, capacity], ["read", 1, capacity],
+                ["read", "x", rng.randint(1, capacity)]]
 
     yield {"call": "cache", "capacity": 2, "calls": [["write", 0, 0, 1], ["read", 0, 1]]}
     yield {"call": "cache", "capacity": 1, "calls": [
