@@ -35,7 +35,7 @@ from itertools import pairwise
 import torch
 
 from cache import KV
-from generate_paged import Paged
+from generate_paged import Paged, pool_size
 from generate_prefix import PrefixScheduler
 from model import GPT, head, sample
 from request import prepare
@@ -229,9 +229,12 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
     at_least_1(pages=pages)
     check_pool(max_batch, pages, page_size, HybridScheduler, model.config.block_size)
     one_of("passed_first", passed_first, False, True)
-    scheduler = HybridScheduler(max_batch, token_budget, pages, page_size, model.windows,
+    # Each group keeps all tokens of a request at most.
+    one_group = pool_size(requests, len(requests), page_size)
+    number = min(pages, one_group * len(model.windows))
+    scheduler = HybridScheduler(max_batch, token_budget, number, page_size, model.windows,
                                 passed_first)
-    kv = KV(pages * page_size)
+    kv = KV(number * page_size)
     trace = Trace("hybrid", requests, model, scheduler.pool.counts)
     for request in requests:
         scheduler.add(request)

@@ -43,7 +43,7 @@ from operator import index
 import torch
 
 from cache import KV
-from generate_paged import Paged
+from generate_paged import Paged, pool_size
 from generate_prefix import PrefixScheduler
 from model import sample
 from request import Request, prepare
@@ -172,10 +172,15 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
         check(f"{session.first}: then", session.then, are_turns,
               "a list of (pause in steps, list of tokens, max_new_tokens)")
     coming = prepare([session.first for session in sessions], model.config)   # by arrival
-    for session in sessions:
-        PrefixScheduler(1, 1, pages, page_size).add(*prepare(session.longest(), model.config))
-    scheduler = SessionScheduler(max_batch, token_budget, pages, page_size, keep, by_session)
-    kv = KV(pages * page_size)
+    # No turn fills more pages than its session's last one.
+    last_turns = [prepare(session.longest(), model.config)[0] for session in sessions]
+    turns = 1 + max((len(session.then) for session in sessions), default=0)
+    number = min(pages, turns * pool_size(last_turns, len(sessions), page_size))
+    trial = PrefixScheduler(1, 1, max(1, number), page_size)
+    for last_turn in last_turns:
+        trial.add(last_turn)   # refuses what never fits
+    scheduler = SessionScheduler(max_batch, token_budget, number, page_size, keep, by_session)
+    kv = KV(number * page_size)
     trace = Trace("sessions", list(coming), model, scheduler.pool.counts)
     step = 0
     while scheduler.busy or coming:

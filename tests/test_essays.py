@@ -226,6 +226,31 @@ def check_sessions(asked, knobs):
             assert two.arrival == one.token_steps[-1] + 1 + pause
 
 
+@pytest.mark.parametrize("essay", [sessions, hybrid])
+def test_a_pool_has_no_more_pages_than_what_is_asked_for_can_fill(essay, monkeypatch):
+    """So a number that is far too large takes no memory; and nothing is computed in another way."""
+    capacities = []
+
+    def kv(capacity):
+        capacities.append(capacity)
+        return KV(capacity)
+
+    monkeypatch.setattr(essay, "KV", kv)
+    answers = []
+    for pages in 64, 10**6:
+        if essay is sessions:
+            first = Request([1, 2, 3], 4)
+            essay.generate(MODELS[0], asked := [Session(first, [(2, [5, 6], 3)])], pages=pages,
+                           page_size=2)
+            answers.append([turn.generated for turn in asked[0].turns])
+        else:
+            requests = [Request([1, 2, 3], 4), Request([4], 6)]
+            essay.generate(HYBRIDS[3, 4], requests, pages=pages, page_size=2)
+            answers.append([request.generated for request in requests])
+    assert answers[0] == answers[1]
+    assert capacities[1] <= 128
+
+
 # --- hybrid ---------------------------------------------------------------------------------------
 
 def with_windows(window, period):

@@ -735,6 +735,8 @@ def test_only_this_machine_or_who_has_the_key():
 @pytest.mark.parametrize("flags, word", [
     (["--host", "0.0.0.0", "--api-key", ""], "needs --api-key"),
     (["--pages", "0"], "--pages must be"),
+    (["--pages", "99999999999"], "--pages: the keys and values of "),
+    (["--pages", "9", "--page_size", "256", "--max_batch", "0"], "--max_batch must be"),
     (["--page_size", "257"], "page_size 257 exceeds block_size 256")])
 def test_bad_flags_are_one_line(flags, word):
     refused(word, program.main, flags)

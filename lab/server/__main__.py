@@ -1,4 +1,5 @@
 """python -m lab.server: flags, model, threads, socket."""
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,8 +48,10 @@ def serve(args):
     with ThreadPoolExecutor(1) as once:
         model, tokenizer = once.submit(prepared, args).result()
     tokens = min(16384, args.max_batch * model.config.block_size)
-    engine = Engine(model, args.pages or -(-tokens // args.page_size), args.page_size,
-                    args.max_batch, args.token_budget, args.max_waiting)
+    pages = args.pages or -(-tokens // args.page_size)
+    check_memory(model.config, pages * args.page_size)
+    engine = Engine(model, pages, args.page_size, args.max_batch, args.token_budget,
+                    args.max_waiting)
     server = Server(engine, tokenizer, args.model, args.api_key or None, args.drain)
     listener = listen(args.host, args.port)
     threads = torch.get_num_threads()
@@ -58,6 +61,18 @@ def serve(args):
     if server.died:
         raise server.died
     return 0
+
+
+def check_memory(config, tokens):
+    """ValueError if the keys and values of so many tokens exceed the machine's memory."""
+    key_heads = getattr(config, "n_kv_head", config.n_head)
+    head_size = getattr(config, "head_size", config.n_embd // config.n_head)
+    smallest = 2   # bytes of a number in half precision
+    needed = 2 * config.n_layer * key_heads * head_size * smallest * tokens
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise ValueError(f"--pages: the keys and values of {tokens:,} tokens take "
+                         f"{needed / 2**30:,.0f} GiB, this machine has {memory / 2**30:,.0f} GiB")
 
 
 def prepared(args):
