@@ -68,7 +68,8 @@ def paged_attention(lengths, page_size, pool, heads, size):
             for p in range(keys):
                 t[:, tables[-1][p // page_size], p % page_size] = new[:, p]
     most = max(map(len, tables))
-    table = torch.tensor([each + [0] * (most - len(each)) for each in tables])
+    # Behind a table stands anything, even what is no page.
+    table = torch.tensor([each + [10**6] * (most - len(each)) for each in tables])
     starts = torch.tensor([0, *accumulate(n for n, _ in lengths)])
     q, out = numbers(99, heads, int(starts[-1]), size), []
     before = [t.clone() for t in (q, k, v)]

@@ -102,6 +102,7 @@ def sharing(rng):
         yield {"call": "share", "found": rng.sample(others, min(2, len(others))), **state}
         yield {"call": "free", **state, "table": longest}
         made.append({"call": "allocate", "number": rng.randint(min(1, free), free), **state})
+        made.append({"call": "allocate", "number": 0, **state})
         del state["table"]
         yield {"call": "forget", "page": rng.randrange(len(state["ref_count"])), **state}
     yield from made   # it calls share and forget
