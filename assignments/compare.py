@@ -21,30 +21,58 @@ from pathlib import Path
 # Of the largest number in a value. All is computed in float64: another order of sums changes it by
 # 1e-13 or less, a detour over float32 by 1e-8 or more.
 TOLERANCE = 1e-10
+PATIENCE = 3   # seconds by the clock for each second of CPU time
 NAME = re.compile("[A-Z]|r[0-9]+")   # of a request
 
 
-def ask(folder, cases, seconds, gigabytes, quiet=True):
+def ask(folder, cases, seconds, gigabytes, quiet=True, user=None):
     """
-    Runs a folder's kit/child.py on cases. Returns its answers, and how it ended, in words. The
-    clock stops what waits for ever, long after the limit of CPU time.
+    Runs a folder's kit/child.py on cases. Returns its answers, and how it ended, in words.
+
+    The clock stops what waits for ever, long after the limit of CPU time.
+    user: keywords of Popen that say as which user the child runs; None: as this process's
     """
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "SYSTEMROOT") if name in os.environ}
-    command = [sys.executable, "-E", "-P", "-B", Path(folder, "kit", "child.py").resolve(), folder]
+    child = Path(folder, "kit", "child.py").resolve()
+    command = [sys.executable, "-E", "-P", "-B", child, folder, str(seconds), str(gigabytes)]
+    patience = PATIENCE * seconds
     with tempfile.TemporaryFile() as out:   # which has a limit of size; a pipe has none
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out,
+            stderr=subprocess.DEVNULL if quiet else None, cwd=folder, env=environment(),
+            start_new_session=True, **(user or {}))
         try:
-            done = subprocess.run(
-                [*command, str(seconds), str(gigabytes)], input=json.dumps(cases).encode(),
-                stdout=out, stderr=subprocess.DEVNULL if quiet else None, cwd=folder,
-                timeout=20 * seconds, env={**kept, "OMP_NUM_THREADS": "1"})
-            over = done.returncode == -getattr(signal, "SIGXCPU", 0) != 0
-            ended = (f"takes more than {seconds} seconds of CPU time" if over else
-                     f"ends the process (status {done.returncode})")
+            process.communicate(json.dumps(cases).encode(), timeout=patience)
+            ended = how_it_ended(process.returncode, seconds)
         except subprocess.TimeoutExpired:
-            ended = f"waits for more than {20 * seconds} seconds"
+            ended = f"waits for more than {patience} seconds"
+        finally:
+            end_session(process)
         out.seek(0)
         lines = out.read().split(b"\n", len(cases))[:-1]
     return [read(line.decode("utf-8", "replace")) for line in lines], ended
+
+
+def environment():
+    """What the child gets of this process's environment: no secret is in it."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "SYSTEMROOT") if name in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def how_it_ended(status, seconds):
+    if hasattr(signal, "SIGXCPU") and status == -signal.SIGXCPU:
+        return f"takes more than {seconds} seconds of CPU time"
+    return f"ends the process (status {status})"
+
+
+def end_session(process):
+    """Ends the child, and the processes that it has started and left behind."""
+    if hasattr(os, "killpg"):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):   # nobody is left (macOS: only zombies)
+            pass
+    process.kill()
+    process.wait()
 
 
 def read(line):

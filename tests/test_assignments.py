@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from functools import cache
 
 import pytest
@@ -19,6 +20,7 @@ KIT = ROOT / "assignments"
 sys.path.insert(0, str(KIT))
 import compare  # noqa: E402
 import functions  # noqa: E402
+import grading  # noqa: E402
 import kit  # noqa: E402
 import source  # noqa: E402
 
@@ -149,21 +151,21 @@ WRONG = {   # the body of schedule: what is said
     "return type('L', (list,), {'__eq__': lambda *_: True})()": "it returns: [], expected A",
     "return": "it returns: None, expected [] (is a `return` missing?)",
     "self = self\nreturn 1 / 0": f"(scheduler.py, line {FIRST + 1}: return 1 / 0)",
-    "import os; os.fork(); return []": "os.fork is not allowed here",
+    "import os; os.fork(); return []": "it returns: [], expected A",
     "while True: pass": "takes more than 10 seconds of CPU time",
     "x = [0] * 10**12": "raises MemoryError",
     "import os; [os.write(i, b'{\"error\": 3}\\n{\"value\": []}\\n' * 999) for i in range(1, 9)]":
         ", expected ",
     "return ['A\\nbob 9 of 9']": "it returns: [A bob 9 of 9], expected [",
-    "import os\nwhile True: os.write(1, b'x' * 10**6)": "ends the process (status 1)",
-    "import os; os.write(1, b'{\"value\": {\"it returns\": ' + b'[' * 900 + b']' * 900 + b'}}\\n')":
+    "import os\nwhile True: os.write(3, b'x' * 10**6)": "ends the process (status 1)",
+    "import os; os.write(3, b'{\"value\": {\"it returns\": ' + b'[' * 900 + b']' * 900 + b'}}\\n')":
         "is too deep or too large",
     "import json; json.dumps = lambda *_: '{\"value\": true}'; return []": ", expected "}
 
 
 def said_of(number, folder, part, monkeypatch):
-    monkeypatch.setattr(kit, "drawn", lambda *_: {part: drawn(number)[part]})
-    return kit.graded(number, folder, "s")[part]
+    monkeypatch.setattr(grading, "drawn", lambda *_: {part: drawn(number)[part]})
+    return grading.graded(number, folder, "s")[part]
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -182,7 +184,7 @@ def test_what_is_no_solution_gets_nothing_and_costs_no_other_part(body, tmp_path
 
 def test_links_in_what_is_handed_in_are_not_followed(tmp_path, monkeypatch):
     ours = tmp_path / "ours.py"
-    for file, says in ("cache.py", None), ("request.py", "request.py cannot be read: No such file"):
+    for file, says in ("cache.py", None), ("request.py", "request.py cannot be read: it is a link"):
         folder = handed_in(tmp_path / file, 3)
         ours.write_text("of the instructor")
         (folder / file).unlink()
@@ -327,8 +329,79 @@ def test_an_instructors_first_ten_minutes(tmp_path):
 
 
 def test_a_line_of_json_for_each_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kit, "graded", lambda *_: {"a": None, "b": "no", "c": None})
-    (tmp_path / "ada").mkdir()
-    assert kit.main(["3", "grade", str(tmp_path / "ada"), "--secret", "s", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "id": "ada", "points": {"a": 4, "b": 0, "c": 3}, "total": 7, "of": 9, "says": {"b": "no"}}
+    monkeypatch.setattr(grading, "graded", lambda *_: {"a": None, "b": "no", "c": None})
+    (tmp_path / "secret").write_text("s\n")
+    handed_in(tmp_path / "ada", 3)
+    command = ["3", "grade", str(tmp_path / "ada"), "--secret", str(tmp_path / "secret"), "--json"]
+    assert kit.main(command) == 0
+    line = json.loads(capsys.readouterr().out)
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert line.pop("seconds") >= 0
+    assert head.stdout.startswith(line.pop("commit").rstrip("+"))
+    assert line == {
+        "id": "ada", "points": {"a": 4, "b": 0, "c": 3}, "total": 7, "of": 9, "says": {"b": "no"},
+        "secret": "043a718774c5"}   # of sha256("s")
+
+
+def test_what_cannot_be_graded_is_a_line_and_the_others_are_graded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(grading, "graded", lambda *_: {"a": None, "b": "no", "c": None})
+    (tmp_path / "secret").write_text("s\n")
+    handed_in(tmp_path / "ada", 3)
+    (tmp_path / "bob.zip").write_bytes(b"PK")
+    handed_in(tmp_path / "cy" / "work", 3)
+    (tmp_path / "dan").symlink_to(tmp_path / "ada")
+    (tmp_path / "eve").mkdir()
+    names = "ada", "bob.zip", "cy", "dan", "eve"
+    command = ["3", "grade", *(str(tmp_path / name) for name in names)]
+    assert kit.main([*command, "--secret", str(tmp_path / "secret")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[:5]] == [*names]
+    assert "7 of 9" in printed[0]
+    for line, said in zip(printed[1:], ("an archive is unpacked first", "work/; move them up",
+                                        "is a link", "has none of the files")):
+        assert "not graded" in line and said in line
+    assert printed[5] == "1 graded, 4 not; right:"
+    assert [line.split()[:4] for line in printed[6:]] == [
+        ["a", "1", "of", "1"], ["b", "0", "of", "1"], ["c", "1", "of", "1"]]
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+def test_prints_by_any_name_are_no_answers(tmp_path, monkeypatch):
+    body = "import os, sys\nprint(1)\nprint(2, file=sys.__stdout__)\nos.write(1, b'3\\n')"
+    folder = handed_in(tmp_path, 3, [(SCHEDULE, body)])
+    assert said_of(3, folder, "a", monkeypatch) is None
+
+
+def test_the_child_knows_no_secret_and_leaves_no_process(tmp_path, monkeypatch):
+    """It has a session of its own, whose processes end with it; and a user, where we are root."""
+    monkeypatch.setenv("SECRET", "s3cret")
+    body = """
+import json, os, subprocess, sys
+process = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])
+raise ValueError(json.dumps([process.pid, os.getsid(0) == os.getpid(), os.geteuid(),
+                             's3cret' in str(dict(os.environ))]))"""
+    said = said_of(3, handed_in(tmp_path, 3, [(SCHEDULE, body)]), "a", monkeypatch)
+    process, own_session, user, knows = json.loads(re.search(r"ValueError: (\[.*?\])", said)[1])
+    assert own_session and not knows
+    assert user == (grading.NOBODY if grading.child_user() else os.geteuid())
+    for _ in range(100):   # its parent is gone; it may be a zombie for a moment
+        status = run(tmp_path, "ps", "-o", "stat=", "-p", str(process)).stdout.strip()
+        if status in ("", "Z", "Z+", "Zs", "ZN"):
+            break
+        time.sleep(0.1)
+    assert status[:1] in ("", "Z")
+
+
+def test_a_torch_of_ones_own_is_nobodys_torch(tmp_path, monkeypatch):
+    folder = handed_in(tmp_path, 1, [("torch.py", lambda _: "raise ImportError('mine')")])
+    assert said_of(1, folder, "b", monkeypatch) is None
+
+
+@pytest.mark.parametrize("value", ["yes", [1], {"a": 1}, 1.0, "nothing"])
+def test_only_a_yes_is_true(value):
+    """A count, 1 and None are a yes and a no in other forms; a list, a text or a float are not."""
+    assert not compare.alike({"value": value}, {"value": True})
+    assert not compare.alike({"value": [] if value == [1] else value}, {"value": False})
+    assert compare.alike({"value": 1}, {"value": True})
+    assert compare.alike({"value": None}, {"value": False})
