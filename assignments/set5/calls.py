@@ -147,11 +147,18 @@ def register(page, digest, **pool):
 
 
 def hash_of_page(tokens, page_size, pages, prompt=None):
-    """For one page after the other, of a request that grows, and of one that begins otherwise."""
+    """
+    For one page after the other, of requests that grow. A has these tokens, B begins otherwise,
+    and C has A's first page and goes on otherwise.
+    """
     n = len(tokens) if prompt is None else prompt
     scheduler = PrefixScheduler(1, 1, 40, page_size)
-    A, B = requests_of([{"prompt": each[:n]} for each in (tokens, [11, *tokens[1:]])])
+    sequences = [tokens, [11, *tokens[1:]],
+                 [*tokens[:page_size], 11, *tokens[page_size + 1:]]]
+    requests = requests_of([{"prompt": each[:n]} for each in sequences])
     found, made = {}, []
+    again = dict.fromkeys(requests, 0)   # how often a request's page is hashed once more
+    known = {request: set() for request in requests}
 
     def sha256(given, real=generate_prefix.sha256):   # page_hash itself may be called by any name
         made.append(given)
@@ -159,13 +166,16 @@ def hash_of_page(tokens, page_size, pages, prompt=None):
 
     with patch.object(generate_prefix, "sha256", sha256):
         for call, i in enumerate(pages):
-            for request in A, B:   # the next page has begun
+            for request, sequence in zip(requests, sequences):   # the next page has begun
                 many = max(len(request.generated), (i + 1) * page_size + 1 - n)
-                request.generated = tokens[n:][:many]
+                request.generated = sequence[n:][:many]
+                made.clear()
                 said = scheduler.hash_of_page(request, i)
+                again[request] += len(made) - len({*made} - known[request])
+                known[request].update(made)
                 found[f"page_hashes of {request.name} hold it"] = said in request.page_hashes
                 found[f"call {call}, page {i} of {request.name}"] = said and said.hex()[:8]
-                found["page_hash is called again for the same page"] = len(made) - len({*made})
+                found["page_hash is called again for the same page"] = sum(again.values())
     return found
 
 
