@@ -61,6 +61,30 @@ def test_pages_are_told_of_every_step_and_can_hold_them():
                     assert TOKENIZER.decode(answer) == one(ASK, prompt)[0]
 
 
+def test_a_page_that_is_opened_later_is_told_of_steps_without_a_hole():
+    """Steps that ran while no page was open are told to nobody, and none before them."""
+    def steps_of(notes, last):
+        return [note["pass"]["step"] for note in until(
+            notes, lambda seen: (seen[-1]["pass"] or {}).get("step") == last) if note["pass"]]
+
+    with serving() as running:
+        with page(running) as notes:
+            running.post("/live/ask", prompt="a", **ASK)
+            until(notes, lambda seen: seen[-1]["ended"])
+        running.until(lambda: not running.server.live.pages)
+        running.post(prompt="b", max_tokens=5, ignore_eos=True)   # nobody sees it
+        unseen = running.engine.number
+        with page(running):
+            running.post("/live/ask", prompt="c", max_tokens=3, temperature=0, seed=0)
+            running.until(lambda: running.engine.number > unseen and not running.engine.busy)
+            with page(running) as later:
+                before = running.engine.number
+                running.post("/live/ask", prompt="d", max_tokens=3, temperature=0, seed=0)
+                running.until(lambda: running.engine.number > before and not running.engine.busy)
+                told = steps_of(later, running.engine.number - 1)
+        assert told == [*range(unseen, running.engine.number)]
+
+
 def test_requests_end_and_the_server_goes_on_when_the_last_page_is_closed():
     with serving() as running:
         with page(running):

@@ -511,6 +511,22 @@ def test_metrics_count_while_requests_run_and_a_stop_string_at_the_last_token():
         assert running.metrics()["tokens_total"] < 100   # the engine has stopped, too
 
 
+def test_metrics_measure_the_time_to_a_first_token_and_between_tokens():
+    """Counted apart: the sums are those of the times that the request itself has."""
+    with serving() as running:
+        requests = []
+        add = running.engine.add
+        running.engine.add = lambda *new: (requests.extend(new), add(*new))
+        running.post(prompt="a", max_tokens=5, ignore_eos=True)
+        running.until(lambda: running.metrics()["tokens_total"] == 5)
+        metrics = running.metrics()
+    request, = requests
+    first, *_, last = request.token_times
+    assert metrics["ttft_seconds_sum"] == pytest.approx(first - request.asked, rel=1e-6)
+    assert metrics["ttft_seconds_sum"] > 0
+    assert metrics["itl_seconds_sum"] == pytest.approx(last - first, rel=1e-6)
+
+
 def test_a_slow_reader_is_cut_off_and_holds_up_nobody(monkeypatch):
     monkeypatch.setattr(answers, "UNREAD", 16)
     with serving(LONG, pages=600, max_batch=9) as running:
