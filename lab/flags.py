@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import generate_naive
 from paging import PagedScheduler
 from toolbox.validate import one_line
 
@@ -188,19 +189,46 @@ def has_knob(generate, knob):
     return not others
 
 
-def limited(generate, given, context):
+def limited(generate, given, requests, context):
     """
     The knobs that a script gives to its stage: those that are `given`, and limits for the others.
     All stages get the same memory, ROOM whole contexts. One that cannot limit its memory runs as
-    many requests as surely fit.
+    many of these requests at once as surely fit.
     """
     size = given.get("page_size", LIMITS["page_size"])
     room = given.get("max_kv_tokens") or size * given.get("pages", 0) or ROOM * context
-    memory = {"max_kv_tokens": room, "pages": -(-room // size)}
-    limits = LIMITS | memory
-    if not knobs_of(generate, memory)[0]:
-        limits["max_batch"] = min(limits["max_batch"], max(room // context, 1))
+    limits = LIMITS | {"max_kv_tokens": room, "pages": -(-room // size)}
+    if not limits_memory(generate):
+        rows = room // largest_row(generate, requests, room, context)
+        limits["max_batch"] = min(limits["max_batch"], max(rows, 1))
     return knobs_of(generate, limits)[0] | knobs_of(generate, given)[0]
+
+
+def largest_row(generate, requests, room, context):
+    """
+    The most cached tokens of a row that a stage without a limit on memory may have. Where a batch
+    has one cache, its rows are as long as the longest prompt and the longest answer together.
+
+    Requests that would not fit alone are left out: stages with a limit refuse them.
+    """
+    prompts = [0]
+    answers = [0]
+    capacities = [1]
+    for request in requests:
+        capacity = min(request.kv_capacity, context)
+        if capacity <= room:
+            prompts.append(len(request.prompt))
+            answers.append(capacity - len(request.prompt))
+            capacities.append(capacity)
+    if is_naive(generate):
+        return max(max(prompts) + max(answers), 1)
+    return max(capacities)
+
+
+def is_naive(generate):
+    """Whether it is naive's `generate`; run as a script, that is another function of equal code."""
+    function = inspect.unwrap(generate)
+    return getattr(function, "__code__", None) == inspect.unwrap(generate_naive.generate).__code__
 
 
 def script_defaults(generate=None):
@@ -208,7 +236,7 @@ def script_defaults(generate=None):
     whole = f"for {ROOM} whole contexts"
     limits = LIMITS | {"max_kv_tokens": whole, "pages": whole}
     if generate is not None and not limits_memory(generate):
-        limits["max_batch"] = ROOM
+        limits["max_batch"] = f"as many as fit into {ROOM} whole contexts"
     return limits
 
 

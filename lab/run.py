@@ -38,7 +38,7 @@ def run_stage(generate, args, shard=None):
     """
     chosen, ignored = chosen_knobs(generate, args)
     plain, tokenizer, requests = load_inputs(args)
-    knobs = flags.limited(generate, chosen, plain.config.block_size)
+    knobs = flags.limited(generate, chosen, requests, plain.config.block_size)
     model = model_to_run(plain, args, shard)
     check = None if args.no_check else check_of(plain, model, requests, args, shard)
     trace = serve(generate, model, requests, tokenizer, args, check, knobs)

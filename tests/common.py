@@ -34,6 +34,7 @@ from model import GPTConfig, sample
 from paging import PagedScheduler
 from request import Request, prepare
 
+RIGHT = "requests got the tokens that the model gives each alone"   # of a check's line
 ROOT = Path(__file__).parent.parent
 BLOCK_SIZE, VOCAB = 24, 13
 settings.register_profile("all tests", deadline=None, derandomize=True,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import STAGES, VOCAB, examples, fixed, toy
+from common import RIGHT, STAGES, VOCAB, examples, fixed, toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def test_all_is_well(stage, dtype):
     assert kinds <= {"identical", "near-tie"}, summary(check())
     if TOLERANCE[dtype] < 1e-3:   # half precision may have near-ties
         assert kinds == {"identical"}
-        assert summary(check()).startswith("10/10 requests identical to unbatched, max |Δlogit| ")
+        assert summary(check()).startswith(f"10/10 {RIGHT}, max |Δlogit| ")
         assert {r.finish_reason for r in requests} == {"stop", "length"}
         assert len(requests[4].generated) == 3
 
@@ -113,10 +113,10 @@ def test_it_sees(fault, temperature):
     if fault == "stops late":
         check.asked[requests[3]].eos_token = requests[3].eos_token
     assert [v.verdict for v in check()] == [
-        *["identical"] * 3, "WRONG" if fault else "cancelled", "identical"]
+        *["identical"] * 3, "WRONG" if fault else "aborted", "identical"]
     assert words in check()[3].detail
-    assert summary(check()).startswith("4/5 requests identical to unbatched" if fault else
-                                       "4/4 requests identical to unbatched, 1 cancelled")
+    assert summary(check()).startswith(f"4/5 {RIGHT}" if fault else
+                                       f"4/4 {RIGHT}, 1 aborted")
 
 
 # --- near-ties ----------------------------------------------------------------------------------
@@ -209,15 +209,15 @@ def test_a_token_may_flip_at_a_near_tie_only(dtype, temperature, top_k, top_p, m
 # --- the summary --------------------------------------------------------------------------------
 
 def test_the_summary_counts_each_kind_by_itself_and_says_bit_for_bit_if_it_holds_for_all():
-    kinds = ["identical"] * 3 + ["near-tie"] * 2 + ["cancelled", "WRONG"]
+    kinds = ["identical"] * 3 + ["near-tie"] * 2 + ["aborted", "WRONG"]
     verdicts = [Verdict(f"r{i}", kind, i / 100, "why") for i, kind in enumerate(kinds)]
     assert summary(verdicts) == (
-        "3/6 requests identical to unbatched, 2 near-ties, 1 cancelled, "
+        f"3/6 {RIGHT}, 2 near-ties, 1 aborted, "
         "max |Δlogit| 6.0e-02 relative\nWRONG: request 'r6': why")
-    assert summary(verdicts[:4]).startswith("3/4 requests identical to unbatched, 1 near-tie, max ")
+    assert summary(verdicts[:4]).startswith(f"3/4 {RIGHT}, 1 near-tie, max ")
     assert summary([]).startswith("0/0 requests") and "bit for bit" not in summary([])
-    right, cancelled = Verdict("a", equal=True), Verdict("b", "cancelled", equal=True)
-    assert summary([right, cancelled]).endswith(", 1 cancelled, bit for bit")
+    right, aborted = Verdict("a", equal=True), Verdict("b", "aborted", equal=True)
+    assert summary([right, aborted]).endswith(", 1 aborted, bit for bit")
     for other in Verdict("b"), Verdict("b", "WRONG"), Verdict("b", "near-tie", equal=True):
         assert "bit for bit" not in summary([right, other])
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import matplotlib
 import pytest
 import torch
-from common import ROOT, as_program, captured, examples, refused
+from common import RIGHT, ROOT, as_program, captured, examples, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ def test_each_script_with_its_defaults(stage):
     assert re.findall("^--- (.*?):? ", out, re.M) == ["r0", "r1", "r2", "and"]
     assert "\n--- and 9 more: --texts prints them\n" in out
     *_, verdict, further = out.splitlines()
-    assert verdict.startswith("12/12 requests identical to unbatched")
+    assert verdict.startswith(f"12/12 {RIGHT}")
     assert re.search(r"^  limits  +(max_batch (4|12)|one request)", out, re.M)
     assert out.count("\n  buys ") == out.count("\n> ") == (stage is not prepacked)
     assert "throughput" in out and further.startswith("Next: ") and "no batching knob" in further
@@ -354,7 +354,7 @@ def test_preemption_by_flags(tmp_path):
 def test_what_optimize_changes_does_not_check_itself(monkeypatch):
     argv = ["--optimize", "--prompt", "# json\nLoad a file", "--max_new_tokens", 4]
     code, out, _ = run(generate_ragged, *argv)
-    assert code == 0 and "1/1 requests identical to unbatched, bit for bit\n" in out
+    assert code == 0 and f"1/1 {RIGHT}, bit for bit\n" in out
     assert "\ncompiled step: yes" in out
     copies = [re.search(r"copied K/V +([\d.]+) MB", run(generate_paged, *more)[1])[1]
               for more in (argv, argv[1:])]

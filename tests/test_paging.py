@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cache import KV
 from generate_paged import Paged
 from generate_prefix import PrefixScheduler, page_hash
-from lab.server.engine import Engine
+from lab.server.engine import ThreadedEngine
 from model import GPTConfig, causal, sample
 from paging import PagedScheduler, PagePool
 from request import Request, indices_due, prepare
@@ -30,7 +30,7 @@ MODEL = toy()
 def test_a_context_may_be_shorter_than_a_default_page():
     model, requests = toy(block_size=8), [Request([1, 2], 2), Request([3])]
     common.assert_contract(model, STAGES["paged"], requests)
-    assert Engine(model).pool.page_size == 16
+    assert ThreadedEngine(model).pool.page_size == 16
 
 
 @pytest.mark.parametrize("stage", POOLED)

@@ -42,7 +42,7 @@ def test_the_counts_of_the_stages():
     some = STAGES if THOROUGH else ("ragged, varlen", "prefix")
     for name in some:
         trace = run(STAGES[name], model, stages.twelve(tokenizer),
-                    **stages.limits(name, model))
+                    **stages.limits(name, model, stages.twelve(tokenizer)))
         assert said["generated"] == sum(len(request.generated) for request in trace.requests)
         row, counted = results.row_of(trace), said["stages"][name]
         assert all(row[what] == n for what, n in counted.items() if isinstance(n, int))

@@ -24,7 +24,7 @@ from lab.checks.check import run_checked
 from lab.checks.edits import put_in
 from lab.checks.xray import XRay
 from lab.compiled import optimize
-from lab.server.engine import Engine
+from lab.server.engine import ThreadedEngine
 from request import Request
 from toolbox.trace import observed
 
@@ -202,11 +202,11 @@ def test_the_x_ray(stage):
 def served(model):
     """What the server's engine gives, as `run` gives it; but without logits."""
     requests = requests_of_all_kinds()
-    engine = Engine(model, pages=6, page_size=4, max_batch=3, token_budget=7)
-    engine.add(*requests)
+    engine = ThreadedEngine(model, pages=6, page_size=4, max_batch=3, token_budget=7)
+    engine.submit(*requests)
     with observed(model, partial(assert_on_its_device, model)):
         while engine.busy:
-            engine.step()
+            engine.turn()
     return [(request.generated, request.finish_reason) for request in requests]
 
 

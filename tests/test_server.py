@@ -29,7 +29,7 @@ httpx, _ = map(pytest.importorskip, ("httpx", "fastapi"))
 from lab.server import __main__ as program  # noqa: E402  the room needs all of them
 from lab.server import answers, app, schemas  # noqa: E402
 from lab.server.app import Server  # noqa: E402
-from lab.server.engine import Engine  # noqa: E402
+from lab.server.engine import ThreadedEngine  # noqa: E402
 
 MODEL, TOKENIZER = load("builtin")
 LONG = toy(block_size=4096, vocab_size=1025, dtype=torch.float32)   # its answers can be long
@@ -92,7 +92,7 @@ class Running:
 
 @contextmanager
 def serving(model=MODEL, pages=128, settings=None, **knobs):
-    running = Running(Engine(model, pages, **knobs), **settings or {})
+    running = Running(ThreadedEngine(model, pages, **knobs), **settings or {})
     running.thread.start()
     running.until(lambda: running.server.started)
     try:
@@ -178,11 +178,11 @@ def test_the_loop_of_prefix_is_the_same_one_closed():
     closed, opened = ([replace(request) for request in requests] for _ in range(2))
     knobs = dict(pages=20, page_size=3, max_batch=3, token_budget=7)
     trace = generate_prefix.generate(model, closed, **knobs)
-    engine, todo = Engine(model, **knobs), opened[:]
+    engine, todo = ThreadedEngine(model, **knobs), opened[:]
     while todo or engine.busy:
         while todo and todo[0].arrival <= engine.number:
-            engine.add(todo.pop(0))
-        engine.step()
+            engine.submit(todo.pop(0))
+        engine.turn()
     assert [r.generated for r in opened] == [r.generated for r in closed]
     assert [r.token_steps for r in opened] == [r.token_steps for r in closed]
     assert dict(engine.scheduler.pool.counts) == dict(trace.counts)
@@ -195,8 +195,8 @@ def test_any_may_leave_and_any_pass_may_fail(seed):
     leaves has no part in the next pass. The others lose nothing.
     """
     rng, model, asked = random.Random(seed), toy(), []
-    engine = Engine(model, pages=8, page_size=rng.choice([2, 3]), max_batch=rng.randint(2, 5),
-                    token_budget=rng.choice([3, 8, 64]))
+    engine = ThreadedEngine(model, pages=8, page_size=rng.choice([2, 3]),
+                            max_batch=rng.randint(2, 5), token_budget=rng.choice([3, 8, 64]))
     stem, ended, named = [rng.randrange(5) for _ in range(9)], [], None
 
     def fail(*_):
@@ -212,7 +212,7 @@ def test_any_may_leave_and_any_pass_may_fail(seed):
         if engine.number < 60 and rng.random() < 0.6 or not engine.busy:
             asked.append(Request(stem[:rng.randint(1, 9)] + [rng.randrange(5)], rng.randint(1, 6),
                                  rng.choice([0, 1]), seed=rng.randrange(9)))
-            engine.add(asked[-1])
+            engine.submit(asked[-1])
         if rng.random() < 0.2:   # one that runs, waits, or has ended
             engine.cancel(rng.choice(asked), reason="stop")
         leaving = [(each, each.finish_reason, [*each.generated])
@@ -220,9 +220,9 @@ def test_any_may_leave_and_any_pass_may_fail(seed):
         running = []
         if engine.number < 60 and rng.random() < 0.2:
             with rng.choice([*model.h, model.ln_f]).register_forward_pre_hook(fail):
-                events = engine.step()
+                events = engine.turn()
         else:
-            events = engine.step()
+            events = engine.turn()
         assert_pages(engine.scheduler)   # also that they wait in the order of arrival
         for request, reason, tokens in leaving:
             assert request.finish_reason in ([reason] if reason else ["stop", "cancelled"])
@@ -242,9 +242,9 @@ def test_any_may_leave_and_any_pass_may_fail(seed):
 
 
 def test_several_are_taken_all_or_none():
-    engine = Engine(toy(), pages=11, page_size=2)
+    engine = ThreadedEngine(toy(), pages=11, page_size=2)
     with pytest.raises(ValueError, match="needs 24 KV tokens, there are 22"):
-        engine.add(Request([1]), Request([1], 24))
+        engine.submit(Request([1]), Request([1], 24))
     assert not engine.busy
 
 

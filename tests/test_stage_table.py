@@ -1,9 +1,10 @@
 """The table at the end of each script: what a stage buys and costs, from answers that are known."""
 import re
+import runpy
 from dataclasses import replace
 
 import pytest
-from common import mixed, toy
+from common import ROOT, mixed, toy
 
 import generate_unbatched
 from lab import flags
@@ -136,9 +137,12 @@ def test_a_small_change_is_not_told(before, after, buys, costs):
 
 @pytest.mark.parametrize("stage, given, limits", [
     ("unbatched", {"max_batch": 3}, {}),
-    ("naive", {}, {"max_batch": 4}),
+    ("naive", {}, {"max_batch": 5}),     # rows of 60 + 10 columns
+    ("dynamic", {}, {"max_batch": 6}),   # caches of 64 at most
     ("dynamic", {"max_batch": 9}, {"max_batch": 9}),   # a flag wins
-    ("dynamic", {"pages": 10, "page_size": 20}, {"max_batch": 2}),
+    ("dynamic", {"pages": 10, "page_size": 20}, {"max_batch": 3}),
+    ("naive", {"max_kv_tokens": 63}, {"max_batch": 1}),   # the larger of the two never fits
+    ("dynamic", {"max_kv_tokens": 63}, {"max_batch": 1}),
     ("naive", {"max_kv_tokens": 1}, {"max_batch": 1}),
     ("naive", {"max_kv_tokens": 10**9}, {"max_batch": 12}),
     ("ragged", {}, {"max_batch": 12, "token_budget": 64, "max_kv_tokens": 400}),
@@ -148,4 +152,12 @@ def test_a_small_change_is_not_told(before, after, buys, costs):
     ("prefix", {"page_size": 100},
      {"max_batch": 12, "token_budget": 64, "page_size": 100, "pages": 4})])
 def test_limits_are_the_same_memory_on_every_stage(stage, given, limits):
-    assert flags.limited(SCRIPTS[stage], given, context=100) == limits
+    requests = [Request([1] * 30, 11), Request([1] * 60, 5)]
+    assert flags.limited(SCRIPTS[stage], given, requests, context=100) == limits
+
+
+def test_a_stage_that_runs_as_a_script_has_the_same_limits():
+    """There its `generate` is another function than the module's."""
+    script = runpy.run_path(str(ROOT / "generate_naive.py"))["generate"]
+    requests = [Request([1] * 30, 11), Request([1] * 60, 5)]
+    assert flags.limited(script, {}, requests, context=100) == {"max_batch": 5}

@@ -13,7 +13,7 @@ So each token is judged given the stage's own tokens before it. The verdict on a
                  either, and it ended where its limits end it
     near-tie     a token has *flipped*: from the reference's logits, `sample` chooses another; but
                  rounding explains it (ties.py)
-    cancelled    stopped early, and nothing is wrong up to there
+    aborted      it was aborted, and nothing is wrong up to there
     WRONG        anything else
 """
 from dataclasses import dataclass, replace
@@ -27,6 +27,8 @@ from model import sample
 
 # How far logits may be apart, relative to the largest of them
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+ABORTED = ("abort", "cancelled")   # reasons to end early: the engine's, and the server's
 
 
 def run(generate, model, requests, on_token=None, **knobs):
@@ -46,7 +48,7 @@ def run_checked(generate, model, requests, **knobs):
 @dataclass
 class Verdict:
     name: str
-    verdict: str = "identical"   # or "near-tie", "cancelled", "WRONG"
+    verdict: str = "identical"   # or "near-tie", "aborted", "WRONG"
     difference: float = 0.0      # largest |logit difference|, relative to the largest |logit|
     detail: str = ""             # what is wrong, or which token has flipped
     equal: bool = False          # bit for bit the logits of one pass alone (of `exact`, if given)
@@ -69,8 +71,8 @@ class Check:
         verdict = Verdict(request.name)
         if fault := self.fault_in_end(request) or self.fault_in_tokens(request, verdict):
             verdict.verdict, verdict.detail = "WRONG", fault
-        elif request.finish_reason == "cancelled":
-            verdict.verdict = "cancelled"
+        elif request.finish_reason in ABORTED:
+            verdict.verdict = "aborted"
         return verdict
 
     def fault_in_end(self, request):
@@ -82,7 +84,7 @@ class Check:
         if tokens != [token for token, _ in self.told[request]]:
             return f"on_token was not told its {len(tokens)} tokens"
         due, reason = self.due_end(asked, tokens)
-        early = request.finish_reason == "cancelled" and len(tokens) < due   # by a server
+        early = request.finish_reason in ABORTED and len(tokens) < due
         if not early and (len(tokens), request.finish_reason) != (due, reason):
             return (f"ends after {len(tokens)} tokens with {request.finish_reason!r}, "
                     f"not after {due} with {reason!r}")
@@ -131,11 +133,11 @@ class Check:
 def summary(verdicts):
     """One line for all, and one for each request that is WRONG."""
     kinds = [v.verdict for v in verdicts]
-    identical, tied, cancelled = map(kinds.count, ("identical", "near-tie", "cancelled"))
-    ended = len(kinds) - cancelled
-    line = f"{identical}/{ended} requests identical to unbatched"
+    identical, tied, aborted = map(kinds.count, ("identical", "near-tie", "aborted"))
+    ended = len(kinds) - aborted
+    line = f"{identical}/{ended} requests got the tokens that the model gives each alone"
     line += f", {tied} near-tie{'s' * (tied > 1)}" if tied else ""
-    line += f", {cancelled} cancelled" if cancelled else ""
+    line += f", {aborted} aborted" if aborted else ""
     if identical == ended > 0 and all(v.equal for v in verdicts):
         line += ", bit for bit"
     else:

@@ -34,9 +34,9 @@ def twelve(tokenizer):
                          top_k=None, seed=0)
 
 
-def limits(name, model):
+def limits(name, model, requests):
     """The limits of a stage, as its script has them."""
-    return limited(STAGES[name], {}, model.config.block_size)
+    return limited(STAGES[name], {}, requests, model.config.block_size)
 
 
 # --- workloads small enough for a picture ---------------------------------------------------------
@@ -61,7 +61,7 @@ def some_prompts(model):
 
 def ruined(model, tokenizer, requests):
     """{name: [prompt, answer, answer under the published mask]} of requests that get another."""
-    knobs = limits("interleaved", model)
+    knobs = limits("interleaved", model, requests)
 
     def answers():
         return run(STAGES["interleaved"], model, requests, **knobs).requests
@@ -86,7 +86,7 @@ def measure(args, device, dtype):
     set_threads(model)   # as a script does
 
     def run_stage(name):
-        return run_checked(STAGES[name], model, requests, **limits(name, model))
+        return run_checked(STAGES[name], model, requests, **limits(name, model, requests))
 
     repeats, stages, wrong = 1 if args.quick else 3, {}, []
     runs = results.in_turn(STAGES, run_stage, repeats)

@@ -8,7 +8,7 @@ import torch
 from lab import flags
 from lab.loading.load import is_small, load, set_threads
 from lab.server.app import LOCAL, Server
-from lab.server.engine import Engine
+from lab.server.engine import ThreadedEngine
 from toolbox.validate import at_least_1, one_line
 
 NUMBERS = {"max_batch": (8, "requests that run at the same time"),
@@ -50,8 +50,8 @@ def serve(args):
     tokens = min(16384, args.max_batch * model.config.block_size)
     pages = args.pages or -(-tokens // args.page_size)
     check_memory(model.config, pages * args.page_size)
-    engine = Engine(model, pages, args.page_size, args.max_batch, args.token_budget,
-                    args.max_waiting)
+    engine = ThreadedEngine(model, pages, args.page_size, args.max_batch, args.token_budget,
+                            args.max_waiting)
     server = Server(engine, tokenizer, args.model, args.api_key or None, args.drain)
     listener = listen(args.host, args.port)
     threads = torch.get_num_threads()

@@ -201,7 +201,7 @@ class Server(uvicorn.Server):
         await self.model(body.model or self.name)
         try:   # in another thread: a long prompt takes a while
             requests = await asyncio.to_thread(body.requests, self.tokenizer, self.room)
-            self.engine.add(*requests)
+            self.engine.submit(*requests)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         except Full as error:

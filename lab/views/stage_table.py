@@ -59,7 +59,7 @@ def counted(generate, requests, config, limits):
     A row: passes; slots; steps to a first token, on average; the most slots that are computed
     between two tokens of a request; and the most requests in a step.
     """
-    knobs = limited(generate, limits, config.block_size)
+    knobs = limited(generate, limits, requests, config.block_size)
     trace = generate(NoModel(config), [known(request) for request in requests], **knobs)
     slots = sum(p.slots for p in trace.passes)
     first_steps = [request.token_steps[0] - request.arrival + 1 for request in trace.requests]
