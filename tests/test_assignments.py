@@ -153,6 +153,7 @@ WRONG = {   # the body of schedule: what is said
     "self = self\nreturn 1 / 0": f"(scheduler.py, line {FIRST + 1}: return 1 / 0)",
     "import os; os.fork(); return []": "it returns: [], expected A",
     "while True: pass": "takes more than 10 seconds of CPU time",
+    "import time; time.sleep(600)": "waits for more than 30 seconds",
     "x = [0] * 10**12": "raises MemoryError",
     "import os; [os.write(i, b'{\"error\": 3}\\n{\"value\": []}\\n' * 999) for i in range(1, 9)]":
         ", expected ",
