@@ -108,9 +108,13 @@ def same(a, b, room):
     if isinstance(a, (int, float)) and isinstance(b, float):
         return abs(a - b) <= room or a == b or math.isnan(a) and math.isnan(b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], room) for key in b)
+        if a.keys() != b.keys():
+            return False
+        return all(same(a[key], b[key], room) for key in b)
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(same(x, y, room) for x, y in zip(a, b))
+        if len(a) != len(b):
+            return False
+        return all(same(x, y, room) for x, y in zip(a, b))
     return type(a) is type(b) and a == b
 
 
@@ -226,7 +230,11 @@ def error(what, raised, mine):
     said = f"{raised['type']}: {raised['says']}"
     if raised["type"] == "NotImplementedError" and "is not written yet" in raised["says"]:
         return raised["says"]
-    way = [(mine(file, line), line, text) for file, line, text in raised["way"] if mine(file, line)]
+    way = []
+    for file, line, text in raised["way"]:
+        name = mine(file, line)
+        if name:
+            way.append((name, line, text))
     file, line, text = way[-1] if way else ("the code", 0, "")
     place = f" ({file}, line {line}: {text.strip():.80})" if way else ""
     if raised.get("loading"):

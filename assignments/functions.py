@@ -132,8 +132,8 @@ def placed(name, mine):
 
 def fault_of(number, name, mine, file):
     """What is wrong with `mine` in the place of one of our functions; None if it is right."""
-    [(part, calls)] = [(part, functions[name].split()) for part, (_, _, functions)
-                       in parts_of(number).items() if name in functions]
+    part = next(part for part, (_, _, functions) in parts_of(number).items() if name in functions)
+    calls = parts_of(number)[part][2][name].split()
     cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
     made = record(number, part, cases, name)
     with placed(name, mine):
