@@ -2,8 +2,13 @@
 The KV cache: keys and values that are kept, because a later token never changes them.
 
 By the causal rule the last token changes nothing that earlier tokens computed. So their keys and
-values stay as they are, and a new token computes one key, one value and one row of scores instead
-of all of them: O(n) per token instead of O(n^2).
+values stay as they are, and a pass computes the new token alone. Two things are saved:
+
+    every linear layer    runs for 1 token instead of n: this is most of the saving
+    attention             one row of n scores instead of n rows: O(n) per token, not O(n^2)
+
+(For a token of the smallest GPT-2 at n = 1,024, the linear layers take 247 million operations, the
+vocabulary included; its scores, and the sum that they weight, take 38 million.)
 
     layer 0   k  | k0 k1 k2 k3 .  .  .  . |      capacity 8, in tokens
               v  | v0 v1 v2 v3 .  .  .  . |      write: in place, at `start`

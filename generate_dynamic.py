@@ -16,8 +16,9 @@ up to two forward passes: one rectangle for the decodes and one for the newcomer
     C             .   .   P   d   d           . waiting
 
 Better than static batching: no finished rows, and no request waits for a whole batch.
-Wasted: padding, as before; each layer copies all pasts twice, into a rectangle and then in front of
-the new keys; and a long prompt is prefilled in one piece, while every running decode waits for it.
+Wasted: padding, as before. Copies: each layer copies all pasts into a rectangle, and Head copies
+them once more, in front of the new keys. And a long prompt is prefilled in one piece, while every
+running decode waits for it.
 Next: chunked prefill cuts long prompts into chunks.
 """
 import torch
@@ -43,12 +44,15 @@ class Rectangle:
     """
 
     def __init__(self, plan, device=None):
-        self.plan, self.starts = plan, [request.computed for request, _ in plan]
+        self.plan = plan
+        self.starts = [request.computed for request, _ in plan]
         self.lay_out(device)
 
     def lay_out(self, device):
         """Sets tokens and positions (B, T), mask (B, 1, 1, P + T), P, and which logits to take."""
-        B, T, P = len(self.plan), max(n for _, n in self.plan), max(self.starts)
+        B = len(self.plan)
+        T = max(n for _, n in self.plan)
+        P = max(self.starts)
         tokens, positions = [], []
         mask = torch.zeros(B, 1, 1, P + T, dtype=torch.bool)        # for all heads and queries
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
@@ -71,21 +75,24 @@ class Rectangle:
         """Gathers the pasts, attends, and puts the new keys and values into their caches."""
         T, P = k.size(-2), self.P
         # Zeros, for pads: their weight is 0, but 0 times an uninitialised NaN is NaN.
-        past_k, past_v = (t.new_zeros(*t.shape[:-2], P, t.size(-1)) for t in (k, v))
+        past_k = k.new_zeros(*k.shape[:-2], P, k.size(-1))          # (B, nh, P, hs)
+        past_v = v.new_zeros(*v.shape[:-2], P, v.size(-1))
         for b, ((request, _), start) in enumerate(zip(self.plan, self.starts)):
-            if start:                                               # a newcomer has no past
-                past = request.kv.read(layer, start)
-                past_k[b, :, P - start:], past_v[b, :, P - start:] = past
+            if start > 0:                                           # a newcomer has no past
+                own_k, own_v = request.kv.read(layer, start)        # (nh, start, hs)
+                past_k[b, :, P - start:] = own_k
+                past_v[b, :, P - start:] = own_v
         # The same holds for the new columns' pads: their values may have overflowed.
         hidden = ~self.mask[..., P:].transpose(-2, -1)              # (B, 1, T, 1)
         out = head(q, k, v.masked_fill(hidden, 0.0), past_k, past_v, self.mask)
         for b, ((request, n), start) in enumerate(zip(self.plan, self.starts)):
-            new = k[b, :, T - n:], v[b, :, T - n:]                  # each row without its padding
-            request.kv.write(layer, start, *new)
+            # each row without its padding
+            request.kv.write(layer, start, k[b, :, T - n:], v[b, :, T - n:])
         return out
 
     def cost(self):
-        (B, T), P = self.tokens.shape, self.P
+        B, T = self.tokens.shape
+        P = self.P
         keys = sum(start + n for (_, n), start in zip(self.plan, self.starts))
         # Copied: the pasts into their rectangle; then, by Head's torch.cat, pasts and new keys.
         copied = B * P + B * (P + T)
@@ -119,7 +126,8 @@ def generate(model, requests, max_batch=8, on_token=None):
     waiting, running, step = requests, [], 0
     while waiting or running:
         # 1. requests that have arrived take free places
-        step = step if running else max(step, waiting[0].arrival)
+        if not running:
+            step = max(step, waiting[0].arrival)
         waiting, running = admit(waiting, running, step, max_batch)
         # 2. up to two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]

@@ -3,14 +3,15 @@ Stage 1: static batching. Pad the prompts into one rectangle, decode until the l
 
 Padding goes on the left, so that every row's next token comes from the last column. Each row counts
 its positions from its own first token. A mask hides the pads from every token, so what a pad
-computes is never read. A pad itself sees nothing, so in float16 its state may overflow where every
-token's is finite: its values become zeros, because a hidden key has weight 0, and 0 times inf is
-NaN.
+computes is never read.
 
     prefill           decode, one column a step
     .  .  a  b  c  |  d  -  -         .   pad
     .  f  g  h  i  |  j  k  l         -   slot of a finished request, still computed
-    o  p  q  r  s  |  -  -  -         (the rows' last tokens, e, m and t, are never computed)
+    o  p  q  r  s  |  -  -  -
+
+The prompts are abc, fghi and opqrs; the answers de, jklm and t. The last token of an answer (e, m,
+t) is sampled, and never computed: nothing comes after it.
 
 Better than one request at a time: one read of the weights serves all rows.
 Wasted: padding; finished rows keep running; no request joins before the longest one is finished.
@@ -43,9 +44,13 @@ class StaticBatch:
     def add_columns(self, number=1):
         """Moves on to the next columns: first the prompts, then the tokens just generated."""
         # A finished request stays in the plan with 0 tokens: its row is still computed.
-        self.plan = [(r, 0 if r.finished else r.todo) for r in self.requests]
-        self.starts = [r.computed for r in self.requests]
-        self.start, self.end = self.end, self.end + number
+        self.plan = []
+        for request in self.requests:
+            n = 0 if request.finished else request.todo
+            self.plan.append((request, n))
+        self.starts = [request.computed for request in self.requests]
+        self.start = self.end
+        self.end = self.start + number
         self.lay_out(self.device)
 
     def lay_out(self, device):
@@ -57,7 +62,8 @@ class StaticBatch:
         self.tokens = torch.tensor(tokens, device=device)           # (B, T)
         columns = torch.arange(self.end, device=device)             # (S,)
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
-        self.positions.clamp_(0, self.requests[0].context_length - 1)   # pads, finished: any valid
+        # Pads and finished rows would count below 0 or too far: any position does for them.
+        self.positions.clamp_(0, self.requests[0].context_length - 1)
         self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
 
         due = indices_due(self.plan)
@@ -65,14 +71,19 @@ class StaticBatch:
         self.wanted = (torch.tensor(due, device=device), -1)        # the last column of these rows
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
+        # A pad sees no key. In float16 its state may overflow where every token's is finite, and
+        # its value would reach the sum: its weight is 0, but 0 times inf is NaN. So zeros.
         hidden = ~self.mask[..., self.start:].transpose(-2, -1)     # (B, 1, T, 1), the new columns
         self.kv.write(layer, self.start, k, v.masked_fill(hidden, 0.0))
         return head(q, *self.kv.read(layer, self.end), mask=self.mask)
 
     def cost(self):
-        keys = sum(start + n for (_, n), start in zip(self.plan, self.starts) if n)
+        keys = 0   # of tokens; those of pads and finished rows are padding
+        for (_, n), start in zip(self.plan, self.starts):
+            if n > 0:
+                keys += start + n
         return {"score_entries": self.tokens.numel() * self.end,
-                "padded_keys": len(self.plan) * self.end - keys}   # of pads and finished rows
+                "padded_keys": len(self.plan) * self.end - keys}
 
 
 def columns_for(requests):

@@ -81,7 +81,9 @@ class Paged(Flat):
         tables = [torch.tensor(request.block_table) for request, _ in self.plan]
         self.block_table = pad_sequence(tables, batch_first=True).to(device)    # (B, most pages)
         page_size = self.pool.page_size
-        row = [i for i, (_, n) in enumerate(self.plan) for _ in range(n)]       # of each new token
+        row = []   # of each new token: the number of its request, a row of block_table
+        for i, (_, n) in enumerate(self.plan):
+            row += [i] * n
         pages = self.block_table[row, self.positions // page_size]              # (N,)
         self.slot_mapping = pages * page_size + self.positions % page_size      # (N,)
 
@@ -90,8 +92,9 @@ class Paged(Flat):
         k_slots, v_slots = self.kv.buffers(layer, k, v)                         # (nh, slots, hs)
         k_slots[:, self.slot_mapping] = k
         v_slots[:, self.slot_mapping] = v
-        k_pages, v_pages = (slots.unflatten(1, (self.pool.number, self.pool.page_size))
-                            for slots in (k_slots, v_slots))
+        sizes = (self.pool.number, self.pool.page_size)
+        k_pages = k_slots.unflatten(1, sizes)                       # (nh, pages, page_size, hs)
+        v_pages = v_slots.unflatten(1, sizes)
         return paged_attention(q, k_pages, v_pages, self.query_start_loc, self.seq_lens,
                                self.block_table)
 
@@ -104,8 +107,10 @@ def pool_size(requests, max_batch, page_size, pages=None):
     `pages`, but no more than all requests together can fill. None: enough for the max_batch largest
     requests at once, so that none is ever preempted.
     """
-    needed = sorted(-(-request.kv_capacity // page_size) for request in requests)
-    return sum(needed[-max_batch:]) if pages is None else min(pages, sum(needed))
+    needed = sorted(-(-request.kv_capacity // page_size) for request in requests)   # rounded up
+    if pages is None:
+        return sum(needed[-max_batch:])
+    return min(pages, sum(needed))
 
 
 @torch.inference_mode()

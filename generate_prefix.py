@@ -25,12 +25,15 @@ are needed. So a request writes only into pages it allocated, and no page is cop
 
 Better than paged: tokens whose keys are still in a page are not computed again. Layout and loop are
 paged's; only the scheduler differs. Its plans are vLLM's own in 1,200 of 1,200 recorded workloads.
-Next: each file in beyond/ answers one question. docs/vllm.md leads from here into vLLM's files.
+Wasted: the gathered copies, which a kernel does not make (beyond/kernel.py); a pass reads all
+weights for one token of each decode (beyond/speculative.py guesses more); the device waits while
+the host plans (beyond/ahead.py); a long request may wait behind others (beyond/fairness.py); layers
+that look back over a window keep all keys (beyond/hybrid.py).
+Next: engine.py opens the loop, for requests that come while it runs.
 """
 from array import array
 from collections import OrderedDict
 from hashlib import sha256
-from itertools import takewhile
 
 import generate_paged
 from paging import PagedScheduler, PagePool
@@ -66,8 +69,13 @@ class PrefixPool(PagePool):
 
     def find(self, hashes):
         """The pages of the longest beginning that can be found, one for each of its hashes."""
-        known = takewhile(self.cached.__contains__, hashes)
-        return [next(iter(self.cached[each])) for each in known]
+        pages = []
+        for digest in hashes:
+            if digest not in self.cached:
+                break
+            oldest = next(iter(self.cached[digest]))
+            pages.append(oldest)
+        return pages
 
     def share(self, table, pages):
         """Appends these pages to a block table. They leave the free queue, if they were in it."""
@@ -80,8 +88,9 @@ class PrefixPool(PagePool):
         """As PagePool.allocate. What these pages held cannot be found any more."""
         for _ in range(number):
             page = next(iter(self.free_queue))
-            self.counts["evicted_pages"] += page in self.hash_of
-            self.forget(page)
+            if page in self.hash_of:
+                self.counts["evicted_pages"] += 1
+                self.forget(page)
             self.share(table, [page])
 
     def free(self, table):
@@ -116,21 +125,21 @@ class PrefixScheduler(PagedScheduler):
 
     def hash_of_page(self, request, i):
         """The hash of its i-th page, which is full. Each is computed only once."""
-        known = request.page_hashes
+        hashes = request.page_hashes   # those of its first pages, as far as they were needed
         size = self.pool.page_size
-        while len(known) <= i:
-            start = len(known) * size
-            before = known[-1] if known else b""
-            known.append(page_hash(before, request.slice(start, start + size)))
-        return known[i]
+        while len(hashes) <= i:
+            start = len(hashes) * size
+            before = hashes[-1] if hashes else b""
+            hashes.append(page_hash(before, request.slice(start, start + size)))
+        return hashes[i]
 
     def admit(self, request):
         """As PagedScheduler.admit. Its table begins with the pages that are found."""
         full = (request.todo - 1) // self.pool.page_size   # pages before its last token
         found = self.pool.find(self.hash_of_page(request, i) for i in range(full))
         new = self.pool.needed(request.todo) - len(found)
-        revived = sum(page in self.pool.free_queue for page in found)   # they will leave it, too
-        if new + revived > len(self.pool.free_queue):
+        found_free = sum(page in self.pool.free_queue for page in found)   # they will leave it, too
+        if new + found_free > len(self.pool.free_queue):
             return False
         request.block_table = []
         request.computed = len(found) * self.pool.page_size
@@ -146,16 +155,21 @@ class PrefixScheduler(PagedScheduler):
         return granted
 
     def cache_filled(self, request, start, end):
-        """Pages that its tokens `start` to `end` fill can be found from now on."""
+        """Pages that become full with its tokens start to end - 1 can be found from now on."""
         end = min(end, request.num_tokens)   # what is assumed (beyond/) names no page
         size = self.pool.page_size
         for i in range(start // size, end // size):
             self.pool.register(request.block_table[i], self.hash_of_page(request, i))
 
     def undo(self, plan):
-        """The pass failed and filled no page. Others may have found one of these: all restart."""
-        for request, _ in reversed(plan):   # backwards, so the queue keeps their order
-            for page in request.block_table[request.computed // self.pool.page_size:]:
+        """
+        The pass failed, and filled none of the pages that `make_room` has made findable. They can
+        be found no more. A request of this plan may have found one of another's already, so all of
+        them give their pages back, and wait with the tokens that they had. (engine.py calls this.)
+        """
+        for request, _ in reversed(plan):   # each goes to the front: backwards keeps their order
+            first = request.computed // self.pool.page_size   # the first page that is not full
+            for page in request.block_table[first:]:
                 self.pool.forget(page)
             self.preempt(request)
 

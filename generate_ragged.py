@@ -11,6 +11,9 @@ ways:
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
+This is Orca's *selective batching* (docs/sources.md): token-wise layers take the stream of all
+requests, and attention alone knows the boundaries.
+
 Better than interleaved: every slot computed is a token that some request needs.
 Wasted: Python calls attention once for each request and layer (on a GPU, one kernel does it); and
 room in memory is reserved for answers that may never come.
@@ -43,7 +46,8 @@ class Flat:
 
     def __init__(self, plan, device=None, attention="varlen"):
         one_of("attention", attention, "mask", "varlen")
-        self.plan, self.attention = plan, attention
+        self.plan = plan
+        self.attention = attention
         self.starts = [request.computed for request, _ in plan]
         self.ends = [start + n for (_, n), start in zip(plan, self.starts)]   # of its keys
         self.cu_seqlens = [0, *accumulate(n for _, n in plan)]
@@ -66,25 +70,30 @@ class Flat:
 
     def block_diagonal(self):
         """(N, S): a token sees the keys of its own request, up to its own position."""
-        see = [torch.ones(n, end, dtype=torch.bool).tril(start)
-               for (_, n), start, end in zip(self.plan, self.starts, self.ends)]
-        return torch.block_diag(*see).bool()
+        blocks = []
+        for (_, n), start, end in zip(self.plan, self.starts, self.ends):
+            blocks.append(torch.ones(n, end, dtype=torch.bool).tril(start))     # (n, S_i)
+        return torch.block_diag(*blocks).bool()
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
         """Each request's new keys and values go into its own cache; then one of the two ways."""
         caches = []
-        for (request, _), start, end, (a, b) in zip(
-                self.plan, self.starts, self.ends, pairwise(self.cu_seqlens)):
+        own_tokens = pairwise(self.cu_seqlens)   # of each request: from a to b - 1
+        for (request, _), start, end, (a, b) in zip(self.plan, self.starts, self.ends, own_tokens):
             request.kv.write(layer, start, k[:, a:b], v[:, a:b])
             caches.append(request.kv.read(layer, end))                          # (nh, S_i, hs)
-        return (self.attend_masked if self.attention == "mask" else self.attend_varlen)(q, caches)
+        if self.attention == "mask":
+            return self.attend_masked(q, caches)
+        return self.attend_varlen(q, caches)
 
     def attend_masked(self, q, caches):
         """The way of "mask": computes all N x S scores, and hides most of them."""
-        keys, values = (torch.cat(part, dim=-2) for part in zip(*caches))       # (nh, S, hs)
-        # Head's causal rule lets token t of the stream see keys 0 to t + the sum of all starts. Its
-        # own key is at t + the starts up to its own request's: the rule hides nothing that the mask
-        # shows.
+        keys = torch.cat([k for k, _ in caches], dim=-2)                        # (nh, S, hs)
+        values = torch.cat([v for _, v in caches], dim=-2)
+        # Head adds its causal rule over the whole stream: token t sees the keys 0 to t + P, where P
+        # is the number of all past keys. Before a token's own key stand the t tokens before it and
+        # the pasts of the requests up to its own, at most P keys. So the rule hides no more than
+        # the mask does.
         return head(q, *contained(keys, values), mask=self.mask)
 
     def attend_varlen(self, q, caches):
@@ -97,7 +106,8 @@ class Flat:
     def cost(self):
         if self.attention == "varlen":
             return {"score_entries": sum(n * end for (_, n), end in zip(self.plan, self.ends))}
-        copied = sum(self.ends) * self.plan[0][0].kv.bytes_per_token   # all keys are concatenated
+        request, _ = self.plan[0]
+        copied = sum(self.ends) * request.kv.bytes_per_token   # all keys are concatenated
         return {"score_entries": self.mask.numel(), "copied_bytes": copied}
 
 

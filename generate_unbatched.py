@@ -2,7 +2,7 @@
 Stage 0: one request at a time. Every other stage must give exactly its tokens.
 
 Without a cache, each new token runs the whole sequence through the model again. With a cache
-(cache.py) it computes one key, one value and one row of scores.
+(cache.py) only the new token runs through the model, and reads the keys and values of the others.
 
     without        with
     # . . .
@@ -18,8 +18,13 @@ step of GPT-2 reads 124 million weights once. Each row (a token) takes one multi
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
 A pass takes at least the longer of the two. By this bound 32 rows take 2.1 times as long as one on
-the CPU, and no longer than one on the GPU, where reading dominates up to 150 rows. (Measured on the
-CPU: 3.4 times, docs/measurements.md.)
+the CPU, and no longer than one on the GPU, where reading dominates up to 150 rows. (A pass reaches
+neither bound: measured on such a CPU, it was 3.4 times. docs/measurements.md names each machine;
+the one of its benchmark reads 44 GB/s and computes 0.467 TFLOP/s.)
+
+The bound counts weights only. Each row also reads its own keys and values, and that part no batch
+shares: with them, 32 rows take 1.9 times as long as one on the A100 if each has 210 tokens in its
+cache, and 5.0 times if each has 1,000. Pages and prefixes, the last stages, are about that part.
 Next: static batching computes a token for many requests from one read of the weights.
 
 Every script's check makes one forward pass, without a cache, over each prompt and its answer
@@ -53,14 +58,17 @@ class Alone:
 
     def __init__(self, request, device=None):
         self.kv = request.kv                                        # None without a cache
-        self.plan, self.starts = [(request, request.todo)], [request.computed]
+        self.plan = [(request, request.todo)]
+        self.starts = [request.computed]
         self.lay_out(device)
 
     def lay_out(self, device):
         """Sets start, end, tokens and positions (1, T), and which logits are wanted."""
         [(request, n)] = self.plan
-        self.start, self.end = request.computed, request.computed + n
-        tokens, positions = request.slice(self.start, self.end), range(self.start, self.end)
+        self.start = request.computed
+        self.end = request.computed + n
+        tokens = request.slice(self.start, self.end)
+        positions = range(self.start, self.end)
         self.tokens = torch.tensor([tokens], device=device)         # (1, T)
         self.positions = torch.tensor([positions], device=device)   # (1, T)
         self.sampled = [request]                                    # all its todo: it is due

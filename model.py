@@ -41,7 +41,7 @@ from toolbox.validate import check_config, check_finite
 
 @dataclass
 class GPTConfig:
-    block_size: int = 1024   # context length: the number of positions
+    block_size: int = 1024   # context length, in positions (vLLM: max_model_len)
     vocab_size: int = 50257
     n_layer: int = 12
     n_head: int = 12
@@ -59,6 +59,9 @@ class Head(nn.Module):
     and all stages. Any leading axes `...` will do: (B, nh) for all heads and rows of a rectangle,
     (nh,) for those of a flat stream. (Production code calls a fused kernel here, such as
     FlashAttention, which never stores the T x S scores.)
+
+    The causal rule is part of Head, because every caller needs it: also a chunk of a prompt whose
+    first part is cached. A layout adds only what it knows, the mask of its pads and neighbours.
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
@@ -115,7 +118,9 @@ class MultiHeadAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_size)).transpose(-3, -2)
 
     def forward(self, x, attend):                                  # (..., T, C)
-        q, k, v = (self.split_heads(part(x)) for part in (self.query, self.key, self.value))
+        q = self.split_heads(self.query(x))                        # (..., nh, T, hs)
+        k = self.split_heads(self.key(x))
+        v = self.split_heads(self.value(x))
         y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
         return self.c_proj(y.transpose(-3, -2).flatten(-2))        # (..., nh, T, hs) -> (..., T, C)
 
@@ -156,8 +161,10 @@ class GPT(nn.Module):
         # GPT-2's initialisation; projections into the residual stream are scaled down by its depth
         residual_std = 0.02 / math.sqrt(2 * config.n_layer)
         for name, p in self.named_parameters():
-            if p.dim() == 2:
-                nn.init.normal_(p, std=residual_std if name.endswith("c_proj.weight") else 0.02)
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(p, std=residual_std)
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
@@ -173,9 +180,9 @@ class GPT(nn.Module):
         Returns logits (..., vocab_size), one row per token wanted.
         """
         if positions is None:
-            T, limit = tokens.size(-1), self.config.block_size
-            if T > limit:
-                raise ValueError(f"{T} tokens do not fit block_size {limit}")
+            T = tokens.size(-1)
+            if T > self.config.block_size:
+                raise ValueError(f"{T} tokens do not fit block_size {self.config.block_size}")
             positions = torch.arange(T, device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)                  # (..., T, C)
         for block in self.h:
@@ -206,12 +213,15 @@ def keep_top(logits, temperature, top_k=None, top_p=1.0):
     these, top_p keeps the most likely until their probabilities add up to top_p.
     """
     if top_k is not None and top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
+        smallest_kept = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest_kept, -math.inf)
     if top_p < 1:
-        largest = logits.sort(descending=True).values
-        sums = ((largest - largest[0]) / temperature).softmax(dim=-1).cumsum(dim=-1)
-        last = min(int((sums < top_p).sum()), len(sums) - 1)   # a rounding may keep all sums below
-        logits = logits.masked_fill(logits < largest[last], -math.inf)
+        ordered = logits.sort(descending=True).values              # (V,), the largest first
+        probabilities = ((ordered - ordered[0]) / temperature).softmax(dim=-1)
+        sums = probabilities.cumsum(dim=-1)
+        last = int((sums < top_p).sum())   # the first token whose sum reaches top_p
+        last = min(last, len(sums) - 1)    # by rounding, even the sum of all may stay below top_p
+        logits = logits.masked_fill(logits < ordered[last], -math.inf)
     return logits
 
 
@@ -235,14 +245,17 @@ def sample(logits, requests):
                           ^ u = 0.31  ->  "the"
 
     Raises ValueError for a row whose largest logit is NaN or infinite; the error's `request` says
-    whose. No request has drawn yet, so the others can be computed again without it.
+    whose. No request has drawn by then, so the others can be computed again without it.
+
+    (Engines sample the whole batch on the GPU, in one line: argmax(logits / temperature + Gumbel
+    noise) draws from the same distribution. vLLM does so, too.)
     """
-    tokens = logits.argmax(dim=-1).tolist()
     check_finite(requests, logits.amax(dim=-1).tolist())
+    tokens = logits.argmax(dim=-1).tolist()
     for i, request in enumerate(requests):
         if request.temperature > 0:
-            # In float64, since sums over the vocabulary would round too much; on the CPU, so that a
-            # draw does not depend on the batch. Engines sample all rows at once on the GPU: faster.
+            # In float64, since sums over the vocabulary would round too much; on the CPU, so that
+            # the token is the same on every device.
             row = logits[i].cpu().double()                                                 # (V,)
             edges = cdf(row, request.temperature, request.top_k, request.top_p)            # (V,)
             tokens[i] = int(torch.searchsorted(edges, request.draw(), right=True))

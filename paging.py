@@ -16,8 +16,10 @@ chunk, as its prompt is computed, and later one more whenever its last page is f
 
 If there are too few, the running request that arrived last is *preempted*: it gives its pages back,
 keeps its tokens, and waits at the front of the queue. In that step no request is admitted. Later
-its keys and values are computed again, but no token is sampled again. The first request that runs
-fits into the pool alone, so it is never preempted and finishes; then the next one does, and so on.
+its keys and values are computed again, but no token is sampled again.
+
+All requests finish. The first that runs is never preempted: it alone fits into the pool, and all
+others give way before it does. When it has finished, the next one is the first, and so on.
 
 vLLM calls a page a block. The tensors are in generate_paged.py.
 """

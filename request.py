@@ -1,16 +1,18 @@
 """
 A request: one prompt, how to continue it, and how far its computation has come.
 
-To a request, prefill and decode are the same thing. Some of its tokens are *computed*: their keys
-and values are in its cache. The others are still *to do*:
+Some of its tokens are *computed*: their keys and values are in its cache (cache.py). The others are
+still *to do*. Computing the tokens of a prompt, many in one pass, is called *prefill*. Computing
+the token that was generated last is a *decode*. To a request the two are the same thing:
 
     prefill   p0 p1 p2 p3 p4 p5              decode   p0 p1 p2 p3 p4 p5 g0 g1
               -- -- -- --                             -- -- -- -- -- -- --
               computed 4   todo 2                     computed 7          todo 1
 
 Serving proceeds in *steps* of one or two forward passes. A *plan*, [(request, n), ...], says how
-many tokens of which requests a step or a pass computes. A request gets its next token only if n
-covers all its todo.
+many tokens of which requests a step or a pass computes. A request is *due* if n covers all its
+todo: the pass then yields the logits after its last token, and with them its next token. A pass
+that computes a part of a prompt yields none.
 """
 import math
 import random
@@ -47,14 +49,17 @@ class Request:
     arrival: int = 0
 
     generated: list = field(default_factory=list, init=False)    # token ids
-    finish_reason: str | None = field(default=None, init=False)  # "stop" | "length"; or a server's
+    finish_reason: str | None = field(default=None, init=False)  # "stop", "length" (or engine.py's)
     token_times: list = field(default_factory=list, init=False)  # perf_counter() at each token
     token_steps: list = field(default_factory=list, init=False)  # step of each token
     computed: int = field(default=0, init=False)                 # tokens in the cache
     kv: object = field(default=None, init=False, repr=False)     # its cache, a KV (cache.py)
-    block_table: list | None = field(default=None, init=False)   # or its pages, see paging.py
-    page_hashes: list = field(default_factory=list, init=False)  # hashes of its full pages
-    assumed: list = field(default_factory=list, init=False)      # of beyond/ only: guesses
+    # from paging.py on: the numbers of its pages. vLLM calls a page a block
+    block_table: list | None = field(default=None, init=False)
+    # from generate_prefix.py on: the hashes of its full pages
+    page_hashes: list = field(default_factory=list, init=False)
+    # always empty on the path. Essays in beyond/ put tokens here that are only guessed
+    assumed: list = field(default_factory=list, init=False)
     context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
     def __post_init__(self):
@@ -65,21 +70,27 @@ class Request:
         return f"request '{self.name}'" if self.name else "request"
 
     @property
-    def tokens(self):   # all that are known
+    def tokens(self):
+        """The tokens that it has: the prompt and what has been generated."""
         return self.prompt + self.generated
 
-    def slice(self, start, end):   # of prompt, generated and assumed, without copying the rest
-        n = len(self.prompt)
-        answer = (self.generated + self.assumed) if self.assumed else self.generated
-        return self.prompt[start:end] + answer[max(start - n, 0):max(end - n, 0)]
-
     @property
-    def pad(self):   # fills its row's pads. Its own: another's could bring in another's NaN
-        return self.prompt[0]
-
-    @property
-    def num_tokens(self):   # how many tokens it has
+    def num_tokens(self):
         return len(self.prompt) + len(self.generated)
+
+    def slice(self, start, end):
+        """Tokens start to end - 1 of prompt, generated and assumed; the others are not copied."""
+        tokens = []
+        for part in self.prompt, self.generated, self.assumed:
+            tokens += part[max(start, 0):max(end, 0)]
+            start -= len(part)
+            end -= len(part)
+        return tokens
+
+    @property
+    def pad(self):
+        """The token that fills up its row where all rows must be equally long (naive, dynamic)."""
+        return self.prompt[0]
 
     @property
     def todo(self):
@@ -89,16 +100,19 @@ class Request:
     @property
     def kv_capacity(self):
         """
-        Room for prompt and answer. The last generated token is never fed back, so a prompt of 9 and
-        8 new tokens need 9 + 8 - 1 = 16.
+        The most tokens that its cache will hold, its prompt and its longest answer. The last
+        generated token is never fed back, so a prompt of 9 and 8 new tokens need 9 + 8 - 1 = 16.
         """
         return min(len(self.prompt) + self.max_new_tokens - 1, self.context_length)
 
     @property
     def ends(self):
-        """The tokens that end it."""
-        eos = self.eos_token
-        return eos if isinstance(eos, tuple) else () if eos is None else (eos,)
+        """The tokens that end it, as a tuple."""
+        if self.eos_token is None:
+            return ()
+        if isinstance(self.eos_token, tuple):
+            return self.eos_token
+        return (self.eos_token,)
 
     @property
     def finished(self):
@@ -112,7 +126,9 @@ class Request:
         Whether its number-th generated token is its last: max_new_tokens is reached, or no position
         is left at which the model could compute it to get another.
         """
-        return len(self.prompt) + number > self.kv_capacity
+        if number >= self.max_new_tokens:
+            return True
+        return len(self.prompt) + number > self.context_length
 
     def append(self, token):
         """Adds the next token. A sequence without a position left ends; it is never cropped."""
@@ -130,17 +146,21 @@ def indices_due(plan):
 
 def advance(plan, tokens):
     """Records a pass: its tokens are computed, and the requests that are due get a token."""
-    sampled = [plan[i][0] for i in indices_due(plan)]
+    due = indices_due(plan)   # before `computed` changes, and `todo` with it
     for request, n in plan:
         request.computed += n
-    for request, token in zip(sampled, tokens, strict=True):
+    for i, token in zip(due, tokens, strict=True):
+        request, _ = plan[i]
         request.append(token)
 
 
 def prepare(requests, config):
     """The requests by arrival, with names and the model's context length. ValueError if bad."""
     requests = as_list(requests, Request)
-    for request, name in zip(requests, check_run(requests, config), strict=True):
-        request.name, request.context_length = name, config.block_size
-        request.kv = request.block_table = None
+    names = check_run(requests, config)
+    for request, name in zip(requests, names, strict=True):
+        request.name = name
+        request.context_length = config.block_size
+        request.kv = None
+        request.block_table = None
     return sorted(requests, key=lambda request: request.arrival)

@@ -10,9 +10,13 @@ Each step has a budget of tokens, given out in this order:
                        D c c              2. newcomers get the rest; D's prompt continues next step
 
 A *decode* (d) needs one token; a prompt needs many, and may get them in chunks (c). No rule puts
-decodes first, yet no decode ever waits for a prompt. A prompt that is cut into a chunk has used up
-the budget, so no request is admitted after it until it is complete. It is the last in `running`,
-and every decode stands before it. (vLLM V1 has this loop, too.)
+decodes first, yet no decode ever waits for a prompt. Above, step by step:
+
+    D has 6 tokens to do and gets the 2 that are left, so the budget is used up;
+    nobody is admitted behind D in this step, nor in a later one until D has all its 6;
+    so while D is incomplete it is the last that runs, and A, B and C before it need one token each.
+
+(vLLM V1 has this loop, too.)
 
 A finished request leaves at once. A waiting one is admitted while fewer than `max_batch` run, some
 of the budget is left, and there is room in memory.
@@ -56,7 +60,8 @@ class Scheduler:
         plan = []
         budget = self.token_budget
         before = len(self.running)
-        # 1. Requests that run go on. `make_room` may preempt, from the end of this list.
+        # 1. Requests that run go on. `make_room` may preempt the last of this list while the loop
+        #    reads it: that one is not reached any more, or is this request itself.
         for request in self.running:
             n = min(request.todo, budget)
             if n and self.make_room(request, n):
@@ -73,7 +78,7 @@ class Scheduler:
             self.make_room(request, n)      # succeeds: `admit` has seen to it
             plan.append((request, n))
             budget -= n
-        if not plan and (self.running or self.arrived(step)):   # later steps are no better
+        if not plan and (self.running or self.arrived(step)):   # no later step would be better
             stuck = (self.running or self.waiting)[0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan
@@ -85,9 +90,10 @@ class Scheduler:
 
     def release(self):
         """Finished requests leave and free their memory."""
-        for request in [request for request in self.running if request.finished]:
-            self.running.remove(request)
-            self.free(request)
+        for request in list(self.running):   # a copy, because the list shrinks
+            if request.finished:
+                self.running.remove(request)
+                self.free(request)
 
     @property
     def busy(self):
@@ -99,7 +105,9 @@ class Scheduler:
 
     def next_step(self, step):
         """`step`, or the first arrival if there is nothing to do before it."""
-        return step if self.running or not self.waiting else max(step, self.waiting[0].arrival)
+        if self.running or not self.waiting:
+            return step
+        return max(step, self.waiting[0].arrival)
 
     # --- memory: PagedScheduler replaces these three ---
 

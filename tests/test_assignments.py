@@ -222,8 +222,8 @@ def test_links_in_what_is_handed_in_are_not_followed(tmp_path, monkeypatch):
      "(self.block_diagonal() & (self.positions.cpu() >= 0)[:, None]).to(device)"),
     (5, "a", "generate_paged.py:Paged.lay_out", "pages * page_size",
      "torch.tensor([int(page) for page in pages], device=device) * page_size"),
-    (5, "d", "generate_prefix.py:PrefixScheduler.hash_of_page", "while len(known) <= i:",
-     "while len(known) < request.num_tokens // size:"),
+    (5, "d", "generate_prefix.py:PrefixScheduler.hash_of_page", "while len(hashes) <= i:",
+     "while len(hashes) < request.num_tokens // size:"),
     (6, "b", "beyond/speculative.py:draft", ".guess(request, room)",
      ".guess(request, room + 9)[:room]"),
 ])

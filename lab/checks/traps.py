@@ -72,8 +72,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "pads written to the cache": [
         (GATHER, "k[b, :, T - n:], v[b, :, T - n:]", "k[b, :, :n], v[b, :, :n]")],
     "pads of the past are not zeros": [   # uninitialised memory may hold NaN, and 0 * NaN is NaN
-        (GATHER, "t.new_zeros(*t.shape[:-2], P, t.size(-1))",
-         "t.new_full((*t.shape[:-2], P, t.size(-1)), float('nan'))")],
+        (GATHER, "v.new_zeros(*v.shape[:-2], P, v.size(-1))",
+         "v.new_full((*v.shape[:-2], P, v.size(-1)), float('nan'))")],
     "values of new pads reach the sum": [   # a pad's state may overflow, and 0 * inf is NaN
         (COLUMNS, "v.masked_fill(hidden, 0.0)", "v"),
         (GATHER, "v.masked_fill(hidden, 0.0)", "v")],
@@ -142,11 +142,10 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # pages that requests share
     "all of a prompt is found": [   # and no query is left
         (ADMIT, "(request.todo - 1) //", "request.todo //")],
-    "pages known by their own tokens": [(HASH, "known[-1] if known else b\"\"", "b\"\"")],
+    "pages known by their own tokens": [(HASH, "hashes[-1] if hashes else b\"\"", "b\"\"")],
     "pages known by the number of the page before": [   # which another may have taken since
-        (HASH, "known[-1] if known else b\"\"", "b\"\""),
-        (FIND, "known = takewhile(self.cached.__contains__, hashes)\n"
-               "        return [next(iter(self.cached[each])) for each in known]",
+        (HASH, "hashes[-1] if hashes else b\"\"", "b\"\""),
+        (FIND, "pages = []",
          "found = []\n"
          "        for each in hashes:\n"
          "            pages = self.cached.get((found[-1] if found else None, each))\n"
@@ -175,9 +174,8 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "an assumed token names a page": [
         (CACHE, "end = min(end, request.num_tokens)", "pass")],
     "a block table is an alias": [   # no trap before `find` keeps the lists that it hands out
-        (FIND, "return [next(iter(self.cached[each])) for each in known]",
-         "found = [next(iter(self.cached[each])) for each in known]\n"
-         "        return vars(self).setdefault('found', {}).setdefault(tuple(found), found)"),
+        (FIND, "return pages",
+         "return vars(self).setdefault('found', {}).setdefault(tuple(pages), pages)"),
         (ADMIT, "request.block_table = []", "request.block_table = found"),
         (ADMIT, "self.pool.share(request.block_table, found)", "self.pool.share([], found)")],
     "a duplicate is freed while a table names it": [
@@ -208,7 +206,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "a poisoned null page": [   # stands for all passed pages: hidden, but 0 * NaN is NaN
         (WINDOWS, "page or 0", "self.pool.number if page is None else page"),
         (WINDOWS, "max(0, start - window + 1)", "0"),
-        ("beyond/hybrid.py:generate", "KV(pages * page_size)", "KV((pages + 1) * page_size)"),
+        ("beyond/hybrid.py:generate", "KV(number * page_size)", "KV((number + 1) * page_size)"),
         ("beyond/hybrid.py:HybridPaged.attend", "v_slots[:, slot_mapping] = v",
          "v_slots[:, slot_mapping] = v\n"
          "        for t in k_slots, v_slots:\n"
