@@ -18,7 +18,7 @@ from beyond.fairness import SCHEDULERS, FairScheduler
 from generate_prefix import PrefixScheduler
 from lab.checks.traps import broken
 from lab.experiments import __main__ as runner
-from lab.experiments import plans
+from lab.experiments import plans, vllm_names
 from lab.experiments.plan_rules import (
     RULES,
     FoundAfterThePass,
@@ -224,6 +224,57 @@ def test_vllm_md_counts_what_each_rule_changes(rule):
     """In brackets behind a rule: how many of the recorded plans differ without it."""
     written = document().split(f"{rule} (")[1].split(")")[0]
     assert written == f"{len(plans.different(WORKS, *WITHOUT[rule])):,}"
+
+
+# --- the names in docs/vllm.md --------------------------------------------------------------------
+
+def test_each_of_our_names_in_vllm_md_is_here_and_stands_beside_one_of_vllms():
+    pairs = vllm_names.pairs(vllm_names.DOCUMENT.read_text(encoding="utf-8"))
+    assert len(pairs) >= 60
+    assert not [pair.ours for pair in pairs if not vllm_names.our_kinds(pair.ours)]
+    assert ("Request.computed", "v1/request.py", "num_computed_tokens") in pairs
+    assert ("Request.todo", "v1/request.py", "num_tokens_with_spec") in pairs
+
+
+@pytest.fixture
+def a_vllm(tmp_path):
+    """A folder with as much of vLLM's request.py as the names need."""
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "request.py").write_text(
+        "class Request:\n"
+        "    def __init__(self):\n"
+        "        self.num_computed_tokens = 0\n\n"
+        "    @property\n"
+        "    def num_tokens_with_spec(self):\n"
+        "        return len(self.tokens)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("ours, theirs, wrong", [
+    ("`Request.computed`, `todo`", "`num_computed_tokens`, `num_tokens_with_spec`", []),
+    ("`Request.computed`, `todo`", "`num_tokens_with_spec`, `num_computed_tokens`", [
+        "Request.computed beside num_tokens_with_spec, but one is attribute, the other function",
+        "Request.todo beside num_computed_tokens, but one is function, the other attribute"]),
+    ("`Request`", "`num_computed_tokens`", [
+        "Request beside num_computed_tokens, but one is class, the other attribute"]),
+    ("`Request.todo`", "`todo`", ["todo in v1/request.py, which is not there"]),
+    ("`Request.page`", "`num_computed_tokens`", ["Request.page, which is not here"]),
+    ("`beyond/nothing.py`", "`Request`", ["beyond/nothing.py, which is not here"])])
+def test_names_that_are_missing_or_stand_crosswise_are_found(a_vllm, ours, theirs, wrong):
+    row = f"| {ours} | `v1/request.py`: {theirs} | `prose` |"
+    assert list(vllm_names.unknown_names(a_vllm, row)) == wrong
+
+
+def test_a_file_that_vllm_does_not_have_is_found(a_vllm):
+    row = "| `Request` | `v1/gone.py`: `Request` | |"
+    assert list(vllm_names.unknown_names(a_vllm, row)) == [
+        "Request in v1/gone.py, which is not there"]
+
+
+def test_names_that_cannot_be_paired_are_refused():
+    row = "| `Request.computed`, `todo` | `v1/request.py`: `num_computed_tokens` | |"
+    with pytest.raises(ValueError, match="2 names beside 1 in"):
+        vllm_names.pairs(row)
 
 
 # --- the command ----------------------------------------------------------------------------------

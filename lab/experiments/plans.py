@@ -14,7 +14,6 @@ docs/vllm.md says what is compared, and what is not.
 import gzip
 import importlib
 import json
-import re
 import subprocess
 from collections import Counter, deque
 from functools import partial
@@ -27,13 +26,13 @@ from generate_prefix import PrefixScheduler
 from lab import flags
 from lab.experiments.plan_rules import RULES
 from lab.experiments.plan_workloads import KINDS, workloads
+from lab.experiments.vllm_names import unknown_names
 from lab.loading.recorded import RECORDED, recorded
 from lab.views.report import aligned
 from lab.views.stage_table import Known, NoModel
 from request import indices_due, prepare
 from toolbox.trace import observed
 
-DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "vllm.md"
 RECORDER = Path(__file__).parent / "vllm_plans.py"
 CONFIG = SimpleNamespace(block_size=4096, vocab_size=1000)   # of the model that does not run
 TOO_MANY = 20_000   # steps
@@ -351,8 +350,8 @@ def record(python, number, seed):
             work["plans"] = plans
     except (LookupError, TypeError, ValueError):
         raise ValueError(f"--vllm {python}: it has printed no plans: is it a Python?") from None
-    for name in unknown_names(path):
-        print(f"docs/vllm.md names {name}, which vLLM {version} does not have")
+    for problem in unknown_names(path):
+        print(f"docs/vllm.md, vLLM {version}: {problem}")
     return version, works
 
 
@@ -371,23 +370,3 @@ def served_by_vllm(python, works):
         return [json.loads(line) for line in done.stdout.splitlines()]
     except ValueError:
         return []
-
-
-def unknown_names(vllm):
-    """Names in the table of docs/vllm.md that are not in that file of vLLM's folder."""
-    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
-    cells = [line.split("|")[2] for line in lines if line.startswith("| `")]
-    text = ""
-    file = None
-    for part in "; ".join(cells).split("; "):
-        path, _, names = part.partition(": ")
-        if "the same" not in path:   # as the one before
-            file = path.strip(" `")
-            text = text_of(vllm / file)
-        for name in re.findall(r"`(\w+)`", names):
-            if not re.search(rf"(def |class |self\.){name}\b", text):
-                yield f"{name} in {file}"
-
-
-def text_of(path):
-    return path.read_text(encoding="utf-8") if path.exists() else ""
