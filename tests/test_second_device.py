@@ -19,6 +19,7 @@ from beyond.fairness import SCHEDULERS
 from beyond.hybrid import Hybrid
 from beyond.sessions import Session
 from beyond.tensor_parallel import all_reduces, shard
+from engine import Engine
 from lab.checks import ties
 from lab.checks.check import run_checked
 from lab.checks.edits import put_in
@@ -197,6 +198,31 @@ def test_the_x_ray(stage):
     with second_device(), XRay(there(MODEL), requests) as xray:
         trace = STAGES[stage](there(MODEL), requests, **knobs_of(stage, **KNOBS))
         assert xray.faults() == [] and len(xray.passes) == len(trace.passes)
+
+
+def streamed(model):
+    """What engine.py gives to requests that come one after another, with logits."""
+    requests = requests_of_all_kinds()
+    logits = {}
+
+    def on_token(request, token, row):
+        logits.setdefault(request.name, []).append(row.cpu())
+
+    engine = Engine(model, pages=6, page_size=4, max_batch=3, token_budget=7, on_token=on_token)
+    with observed(model, partial(assert_on_its_device, model)):
+        for request in requests:
+            engine.add(request)
+            engine.step()
+        while engine.busy:
+            engine.step()
+    return {request.name: (request.generated, request.finish_reason,
+                           torch.stack(logits[request.name])) for request in requests}
+
+
+def test_the_engine():
+    expected = streamed(MODEL)
+    with second_device():
+        assert_same(streamed(there(MODEL)), expected)
 
 
 def served(model):
