@@ -40,7 +40,8 @@ from toolbox.validate import check_pool
 
 def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
     """
-    What a kernel computes for all requests in one launch, without this loop. Returns (nh, N, hs).
+    What a kernel computes for all requests in one launch, without this loop (beyond/kernel.py).
+    Returns (nh, N, hs).
 
     q:                (..., nh, N, hs)  queries of the new tokens; a Llama's have a group axis
     k_pages, v_pages: (nh, pages, page_size, hs)  the pool; the new keys are in it already
@@ -95,6 +96,10 @@ class Paged(Flat):
         sizes = (self.pool.number, self.pool.page_size)
         k_pages = k_slots.unflatten(1, sizes)                       # (nh, pages, page_size, hs)
         v_pages = v_slots.unflatten(1, sizes)
+        return self.read_pages(q, k_pages, v_pages)
+
+    def read_pages(self, q, k_pages, v_pages):
+        """Attention of the new tokens. (beyond/kernel.py has one launch for it.)"""
         return paged_attention(q, k_pages, v_pages, self.query_start_loc, self.seq_lens,
                                self.block_table)
 

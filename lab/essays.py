@@ -1,21 +1,27 @@
 """What the commands of beyond/ print: what an idea gains, counted or calculated."""
+import inspect
 import math
 import random
+import statistics
 import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 
 import torch
+from torch.nn.attention import varlen
 
+import generate_paged
 import generate_prefix
 import generate_unbatched
 from beyond import hybrid as windows
+from beyond import kernel as by_kernel
 from beyond import rollout as rollouts
 from beyond import sessions as agents
 from beyond import speculative as guessing
 from beyond.fairness import FairScheduler
+from generate_paged import Paged
 from lab import flags
 from lab.checks.traps import broken
 from lab.loading.load import load, set_threads
@@ -89,6 +95,98 @@ def pass_on_a100(requests, rows):
     shape, gpu = shape_of("llama-2-7b"), gpu_of("a100")
     seconds = shape.seconds(gpu, slots, slots, 512 * slots, 512 * requests)
     return seconds - (slots - requests) * Engine().per_request
+
+
+# --- kernel ---------------------------------------------------------------------------------------
+
+def kernel(args):
+    """Equal tokens and copied bytes; on a GPU, the times of a pass."""
+    if by_kernel.triton is None:
+        raise ValueError(by_kernel.MISSING)
+    on_gpu = torch.cuda.is_available()
+    model, tokenizer = load()
+    model.to("cuda" if on_gpu else "cpu")
+    prompts = builtin_prompts()[:8 if on_gpu else 2]
+    tokens = 64 if on_gpu else 3
+    asked = make_requests(prompts, tokenizer, max_new_tokens=tokens, temperature=0.7, seed=0)
+    traces = []
+    logits = []
+    for layout in Paged, by_kernel.PagedByKernel:
+        requests = [replace(request) for request in asked]
+        rows = []
+        trace = generate_prefix.generate(
+            model, requests, layout=layout, on_token=lambda _, token, row: rows.append(row))
+        traces.append(trace)
+        logits.append(torch.stack(rows))
+    by_loop, by_launch = traces
+    equal = sum(a.generated == b.generated for a, b in zip(by_loop.requests, by_launch.requests))
+    difference = (logits[0] - logits[1]).abs().max() / logits[0].abs().max()
+    print(f"{equal} of {len(asked)} requests got equal tokens; largest difference of their logits "
+          f"{difference:.1e} of the largest")
+    for name, trace in ("loop", by_loop), ("kernel", by_launch):
+        copied = sum(p.copied_bytes for p in trace.passes)
+        print(f"{name:7} {len(trace.passes)} passes, {copied:,} bytes of keys and values copied")
+    if on_gpu:
+        kernel_times()
+    else:
+        print("Interpreted on the CPU: far slower than the loop. Times are printed on a GPU.")
+
+
+def kernel_times():
+    """Microseconds of one layer's attention on a GPU, in GPT-2's shape, for a step and a chunk."""
+    for name, new in ("32 decodes", [1] * 32), ("a chunk of 512", [512]):
+        parts = pages_of(new, past=1024)
+        times = {"loop": microseconds(generate_paged.paged_attention, *parts),
+                 "kernel": microseconds(by_kernel.paged_attention, *parts)}
+        if torch_has_paged_attention():
+            times["varlen_attn"] = microseconds(attention_of_torch, *parts)
+        print(f"{name}, 1,024 keys before: " + ", ".join(
+            f"{system} {time:,.0f} us" for system, time in times.items()))
+
+
+def pages_of(new, past, heads=12, head_size=64, page_size=16):
+    """Arguments of paged_attention, in bfloat16 on a GPU. new: how many tokens of each request"""
+    lengths = [past + n for n in new]
+    needed = [-(-length // page_size) for length in lengths]
+    place = dict(device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(heads, sum(new), head_size, **place)
+    k, v = (torch.randn(heads, sum(needed), page_size, head_size, **place) for _ in range(2))
+    pages = iter(torch.randperm(sum(needed)).tolist())
+    tables = [torch.tensor([next(pages) for _ in range(number)]) for number in needed]
+    table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to("cuda")
+    starts = torch.tensor([0, *accumulate(new)])
+    return q, k, v, starts, torch.tensor(lengths), table
+
+
+def torch_has_paged_attention():   # from 2.13 on
+    return "block_table" in inspect.signature(varlen.varlen_attn).parameters
+
+
+def attention_of_torch(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
+    """torch's kernel, which wants the token axis first, and int32 tables."""
+    numbers = dict(device=q.device, dtype=torch.int32)
+    most = int((query_start_loc[1:] - query_start_loc[:-1]).max())
+    out = varlen.varlen_attn(
+        q.transpose(0, 1).contiguous(), k_pages.permute(1, 2, 0, 3).contiguous(),
+        v_pages.permute(1, 2, 0, 3).contiguous(), query_start_loc.to(**numbers), None, most,
+        int(seq_lens.max()), window_size=(-1, 0), seqused_k=seq_lens.to(**numbers),
+        block_table=block_table.to(**numbers))
+    return out.transpose(0, 1)
+
+
+def microseconds(attention, *parts, repeats=20):
+    """Of a call, by the GPU's own clock: the median of several, after three to warm up."""
+    for _ in range(3):
+        attention(*parts)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        attention(*parts)
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)
 
 
 # --- rollout --------------------------------------------------------------------------------------

@@ -93,8 +93,7 @@ TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     "request by request, backwards": [   # one may have found pages that this pass still writes
         (ATTEND, "        k_slots[:, self.slot_mapping] = k\n"
                  "        v_slots[:, self.slot_mapping] = v\n", ""),
-        (ATTEND, "return paged_attention(q, k_pages, v_pages, self.query_start_loc, self.seq_lens,"
-                 "\n                               self.block_table)",
+        (ATTEND, "return self.read_pages(q, k_pages, v_pages)",
          "out = []\n"
          "        for i in reversed(range(len(self.plan))):\n"
          "            new = slice(*self.cu_seqlens[i:i + 2])\n"
