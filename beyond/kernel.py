@@ -47,11 +47,13 @@ if __spec__ is None:
 
 import math
 import os
+import sys
 
 import torch
 
 from generate_paged import Paged
 
+IMPORTED_BEFORE = "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")   # read by Triton when it is imported
 try:
@@ -61,6 +63,7 @@ except ImportError:   # this module can be imported without it
     triton = None
 
 QUERIES = 16   # new tokens of a block; a GPU's matrix units want 16 rows at least
+TOO_LATE = "Triton was imported before beyond.kernel: without a GPU, set TRITON_INTERPRET=1 first"
 MISSING = "Triton is not installed: pip install triton (Linux only; torch for CUDA brings it)"
 
 
@@ -127,10 +130,12 @@ def attention_kernel(
 def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
     """
     As generate_paged.paged_attention, by the kernel; sums are in float32. Returns (..., nh, N, hs).
-    ValueError if Triton is not installed.
+    ValueError if Triton is not installed, or does not interpret where there is no GPU.
     """
     if triton is None:
         raise ValueError(MISSING)
+    if IMPORTED_BEFORE and not q.is_cuda:
+        raise ValueError(TOO_LATE)
     most = int((query_start_loc[1:] - query_start_loc[:-1]).max())   # new tokens of a request
     shape = q.shape
     q = q.flatten(0, -3).contiguous()                   # (heads, N, hs): groups are more heads

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from browser import open_browser
 
 sys.path.insert(0, str(Path(__file__).parent.parent))   # the modules lie at the top level
@@ -17,6 +18,9 @@ gc.disable()   # while all is imported, which is no garbage: a third of that tim
 # One thread for the tests and for all that they start. The models are tiny, and the threads of two
 # programs that wait for each other spin on the same cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Triton reads this when it is imported, which another test's packages may do first.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Each client of a server reads all certificates of the machine, for a tenth of a second.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 

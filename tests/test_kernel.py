@@ -2,6 +2,7 @@
 beyond/kernel.py, interpreted by Triton on a CPU: what the plain loop computes, and equal tokens.
 """
 import importlib.util
+import os
 import random
 import subprocess
 import sys
@@ -132,6 +133,19 @@ def test_the_command_prints_equal_tokens_and_what_is_copied():
     _, out, _ = captured(lambda: essays.main(essays.kernel, kernel.__doc__, []))
     assert "2 of 2 requests got equal tokens" in out
     assert "kernel  4 passes, 0 bytes" in out and "loop    4 passes, 0 bytes" not in out
+
+
+@needs_triton
+def test_where_triton_came_first_it_says_what_to_set():
+    """Its own functions were made for a GPU then."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", """if True:
+        import triton
+        from beyond import kernel
+        from lab import essays
+        essays.main(essays.kernel, kernel.__doc__, [])
+        """], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "set TRITON_INTERPRET=1 first" in done.stderr
 
 
 def test_without_triton_it_can_be_imported_and_says_what_to_install():
