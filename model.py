@@ -219,7 +219,7 @@ def keep_top(logits, temperature, top_k=None, top_p=1.0):
         ordered = logits.sort(descending=True).values              # (V,), the largest first
         probabilities = ((ordered - ordered[0]) / temperature).softmax(dim=-1)
         sums = probabilities.cumsum(dim=-1)
-        last = int((sums < top_p).sum())   # the first token whose sum reaches top_p
+        last = int((sums < top_p - 1e-12).sum())   # the first whose sum reaches it
         last = min(last, len(sums) - 1)    # by rounding, even the sum of all may stay below top_p
         logits = logits.masked_fill(logits < ordered[last], -math.inf)
     return logits

@@ -38,6 +38,12 @@ def test_top_p_keeps_all_that_tie_with_the_last_and_stops_where_the_sum_is_exact
     assert (keep_top(flat, 1.0, None, math.nextafter(1, 0)) == 0).all()
 
 
+def test_top_p_is_reached_by_a_sum_that_only_rounding_keeps_below_it():
+    x = torch.tensor([0.6, 0.2, 0.1, 0.1], dtype=torch.float64).log()
+    for top_p, number in ((0.6, 1), (0.8, 2), (0.8 + 1e-9, 4)):
+        assert int((keep_top(x, 1.0, None, top_p) > -math.inf).sum()) == number, top_p
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(logits=st.lists(st.floats(-50, 50), min_size=1, max_size=20),
        u=st.floats(0, 1, exclude_max=True),
