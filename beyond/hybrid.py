@@ -1,21 +1,28 @@
 """
 Hybrid models: most layers look back over a window only, and free the pages that it has passed.
 
-Gemma 3 and gpt-oss mix two kinds of layers. A *full* layer sees all keys. A *window* layer sees the
-last `window` keys, a token's own included, and never an older one again:
+Gemma 3 and gpt-oss mix two kinds of layers. A *global* layer sees all keys. A *window* layer sees
+the last `window` keys, a token's own included, and never an older one again:
 
     position                      0 1   2 3   4 5   6 7   8 .       window 4, page_size 2
-    table of the full layers       5     2     0     7     8        token 8 is the next:
+    table of the global layers     5     2     0     7     8        token 8 is the next:
     table of the window layers     -     -     3     4     6        it looks back to token 5
 
-So each *group* of equally many layers has a block table, and one free queue serves all groups (as
-in vLLM's hybrid KV cache manager). With 4 layers, 3 of which have a window of 32, 8 requests of 192
-+ 32 tokens hold at most 185 pages; without windows they would hold 436.
+So the layers are divided into *groups*, and a request has a block table for each group. One pool
+serves all groups (as in vLLM's hybrid KV cache manager). A page belongs to one group at a time, and
+holds the keys and values of all its layers. Pages are of one size and go from group to group, so
+all groups must have equally many layers.
 
-A beginning can be shared if all its full pages are found, and of each window group those to which
-the next token looks back; if not, a shorter one may be. But what is saved while requests run is not
-saved in the cache. Passed pages go through the free queue like any others, and push out the last
-windows of others, without which their full pages are worth nothing. 12 sessions come back in turn:
+With 4 layers, 3 of which have a window of 32, 8 requests of 192 + 32 tokens hold at most 185 pages
+of 16 tokens. Without windows they hold 436, counted. (14 pages for each request in each group would
+be 448. But prompts are computed in chunks, so requests reach their last page at different times.)
+
+A beginning of a request can be shared if all its pages of the global group are found, and from each
+window group the pages to which the next token looks back. If not, a shorter one may be.
+
+What windows save while requests run, they do not save in the cache. Passed pages go through the
+free queue like any others, and push out pages that other requests could still find. If these were
+the last window of a beginning, its global pages are worth nothing. 12 sessions come back in turn:
 
     tokens found again      of a session's earlier turns     of a common system prompt
     least recently used                0%                             100%
@@ -53,17 +60,24 @@ class Hybrid(GPT):
               f"a whole number of at least 2 that divides n_layer {config.n_layer}")
         self.windows = [config.block_size] + [window] * (period - 1)   # of each group of layers
 
-    def group(self, layer):   # 0: the full layers; 1: the first of each period, and so on
+    def group(self, layer):   # 0: the global layers; 1: the first of each period, and so on
         return (layer + 1) % len(self.windows)
 
     def attend(self, layer, q, k, v):                                           # (..., T, hs)
         """Attention of the last T of S tokens, the i-th of which is the (S - T + i)-th of all."""
         T, S = q.size(-2), k.size(-2)
-        see = torch.ones(T, S, dtype=torch.bool, device=q.device)
-        return head(q, k, v, mask=see.triu(S - T - self.windows[self.group(layer)] + 1))
+        window = self.windows[self.group(layer)]
+        first = S - T - window + 1   # the first key that the first of the T tokens sees
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(first)
+        return head(q, k, v, mask=mask)   # head adds the causal rule
 
     def forward(self, tokens, positions=None, attend=None, wanted=None):
-        return super().forward(tokens, positions, attend or self.attend, wanted)
+        """As GPT.forward. ValueError for an `attend` of another layout: it knows no windows."""
+        if attend is None:
+            attend = self.attend
+        elif not isinstance(getattr(attend, "__self__", None), HybridPaged):
+            raise ValueError("a Hybrid runs in beyond.hybrid only: no other layout has its windows")
+        return super().forward(tokens, positions, attend, wanted)
 
 
 def held(table):   # its pages, without those that the window has passed
@@ -74,18 +88,25 @@ class HybridScheduler(PrefixScheduler):
     """
     A PrefixScheduler with a block table for each group of layers. windows: of the Hybrid
 
-    tables: request -> its tables by group; the first is its block_table. In the others, None stands
-            for a page that the window has passed
+    tables: request -> its tables by group; the first, of the global layers, is its block_table. In
+            the others, None stands for a page that the window has passed
     """
 
     def __init__(self, max_batch, token_budget, pages, page_size, windows, passed_first):
         super().__init__(max_batch, token_budget, pages, page_size)
-        self.windows, self.passed_first, self.tables = windows, passed_first, {}
+        self.windows = windows
+        self.passed_first = passed_first
+        self.tables = {}
 
     def add(self, request):
         """ValueError if the pool is too small. A group holds a window and a step, or all tokens."""
-        full, more = self.pool.needed(request.kv_capacity), self.token_budget - 2
-        most = sum(min(full, self.pool.needed(window + more) + 1) for window in self.windows)
+        all_tokens = self.pool.needed(request.kv_capacity)
+        most = 0
+        for window in self.windows:
+            # The first token of a pass looks back to window - 1 others. If only one of all these
+            # tokens is in the first page, the others may fill as many pages as they can.
+            others = window - 1 + self.token_budget - 1
+            most += min(all_tokens, 1 + self.pool.needed(others))
         if most > self.pool.number:
             refuse(request, f"{most} pages in all groups, there are {self.pool.number}")
         super().add(request)
@@ -111,28 +132,33 @@ class HybridScheduler(PrefixScheduler):
 
     def find(self, hashes):
         """The tables of the longest beginning of which each group has all that is needed."""
-        for n in range(len(self.pool.find([(0, each) for each in hashes])), -1, -1):
+        global_pages = self.pool.find([(0, digest) for digest in hashes])
+        for n in range(len(global_pages), -1, -1):
             tables = []
             for group, window in enumerate(self.windows):
                 first = self.first(window, n * self.pool.page_size)
-                names = [(group, each) for each in hashes[first:n]]
-                tables.append([None] * first + self.pool.find(names))
+                digests = [(group, digest) for digest in hashes[first:n]]
+                tables.append([None] * first + self.pool.find(digests))
             if all(len(table) == n for table in tables):   # at the latest without any page
                 return tables
 
     def admit(self, request):
         """
-        As PrefixScheduler.admit, for all tables. The full layers need room for all its tokens, the
-        others for what the next pass computes: until the one after it, windows have passed pages.
+        As PrefixScheduler.admit, for all tables. The global layers need room for all its tokens.
+        The others need room for what the next pass computes: before the pass after that, pages that
+        the windows have passed become free.
         """
         pool = self.pool
         full = (request.todo - 1) // pool.page_size   # pages before its last token
         tables = self.find([self.hash_of_page(request, i) for i in range(full)])
         found = held(sum(tables, []))
         n = len(tables[0])
-        near = min(request.todo, n * pool.page_size + self.token_budget)
-        new = pool.needed(request.todo) - n + (len(tables) - 1) * (pool.needed(near) - n)
-        if new + sum(page in pool.free_queue for page in found) > len(pool.free_queue):
+        next_end = min(request.todo, n * pool.page_size + self.token_budget)   # of the next pass
+        new_global = pool.needed(request.todo) - n
+        new_window = pool.needed(next_end) - n                                 # in each other group
+        new = new_global + (len(tables) - 1) * new_window
+        revived = sum(page in pool.free_queue for page in found)   # they will leave it, too
+        if new + revived > len(pool.free_queue):
             return False
         pool.share([], found)
         self.tables[request] = tables
@@ -156,10 +182,11 @@ class HybridScheduler(PrefixScheduler):
         return True
 
     def cache_filled(self, request, start, end):
-        """As PrefixScheduler.cache_filled; a page's name is its group, and the hash of tokens."""
+        """As PrefixScheduler.cache_filled. A page is found by its group and the hash of tokens."""
         for i in range(start // self.pool.page_size, end // self.pool.page_size):
+            digest = self.hash_of_page(request, i)
             for group, table in enumerate(self.tables[request]):
-                self.pool.register(table[i], (group, self.hash_of_page(request, i)))
+                self.pool.register(table[i], (group, digest))
 
     def undo(self, plan):
         """As PrefixScheduler.undo, for all tables."""
@@ -185,18 +212,26 @@ class HybridPaged(Paged):
 
     def lay_out(self, device):
         super().lay_out(device)
-        # For each group: the cache slots of each request's keys, from the first that its window
-        # reaches; and those of the new tokens, the slot mapping.
-        self.of_group = []
+        groups = range(len(self.model.windows))
+        self.of_group = [self.slots_of(group, device) for group in groups]
+
+    def slots_of(self, group, device):
+        """
+        Of a group, the cache slots of each request's keys, from the first that its window reaches;
+        and those of the new tokens, the slot mapping.
+        """
         page_size = self.pool.page_size
-        for group, window in enumerate(self.model.windows):
-            keys, new = [], []
-            for (request, n), start, end in zip(self.plan, self.starts, self.ends):
-                table = torch.tensor([page or 0 for page in self.tables[request][group]])
-                p = torch.arange(max(0, start - window + 1), end)   # None, here 0, lies before it
-                keys.append((table[p // page_size] * page_size + p % page_size).to(device))
-                new.append(keys[-1][-n:])
-            self.of_group.append((keys, torch.cat(new)))
+        window = self.model.windows[group]
+        keys, new = [], []
+        for (request, n), start, end in zip(self.plan, self.starts, self.ends):
+            # None, which becomes 0 here, stands before the first page that is read.
+            table = torch.tensor([page or 0 for page in self.tables[request][group]])
+            positions = torch.arange(max(0, start - window + 1), end)
+            slots = table[positions // page_size] * page_size + positions % page_size
+            slots = slots.to(device)
+            keys.append(slots)
+            new.append(slots[-n:])
+        return keys, torch.cat(new)
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
         """As Paged.attend, in the pages of the layer's group and with its window."""
@@ -211,7 +246,9 @@ class HybridPaged(Paged):
         return torch.cat(out, dim=-2)
 
     def cost(self):
-        keys = sum(len(slots) for key_slots, _ in self.of_group for slots in key_slots)
+        keys = 0
+        for key_slots, _ in self.of_group:
+            keys += sum(len(slots) for slots in key_slots)
         return {**super().cost(), "copied_bytes": keys * self.kv.bytes_per_token}
 
 

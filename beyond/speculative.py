@@ -7,10 +7,12 @@ guesses K tokens, and the ragged pass computes them in one chunk, all of whose l
     in the pass   ... the | json  module  is       known: "the"; guessed: "json module is"
     its logits        json  module  loads  a       two were right; "loads" is the third token
 
-An accepted guess is a decode whose pass has already been made. So sampling, updating and recording
-go in rounds, and a request takes part while its guesses are right. A rejected row draws no random
-number. Keys beyond `computed` are never read: nothing is rolled back. A guess is what followed the
-latest tokens when they last occurred (prompt lookup, Saxena 2023).
+A guess is what followed the latest tokens when they last occurred (prompt lookup, Saxena 2023). An
+accepted guess is a decode whose pass has already been made. So tokens are sampled and recorded in
+rounds, one token for each request, and a request takes part while its guesses are right.
+
+A rejected row draws no random number. Keys beyond `computed` are never read, and are overwritten
+later, so nothing is rolled back.
 
 A draft model proposes a token with probability q, and rejection sampling accepts it with
 probability min(1, p/q), where p is the model's own. A looked-up guess has q = 1, so it would be
@@ -34,34 +36,83 @@ from toolbox.validate import check_pool, check_whole
 
 
 class Lookup:
-    """One request's tokens, found by the n-grams before them. Each token is entered once."""
+    """
+    One request's tokens, found by the n-grams before them. Each token is entered once.
+
+    sizes:   of n-grams, the longest first
+    after:   {n-gram: where the token stands that last followed it}
+    entered: the n-grams that end at this token or before it are in `after`
+    """
 
     def __init__(self):
-        self.sizes, self.after, self.entered = (3, 2, 1), {}, 0   # of n-grams
+        self.sizes = (3, 2, 1)
+        self.after = {}
+        self.entered = 0
 
     def guess(self, request, most):
         """At most `most` tokens: what last followed the longest n-gram seen before."""
         end = request.computed + request.todo
         for i in range(self.entered + 1, end):   # not the end itself: nothing follows it yet
-            self.after.update((tuple(request.slice(i - n, i)), i) for n in self.sizes if n <= i)
+            for n in self.sizes:
+                if n <= i:
+                    self.after[tuple(request.slice(i - n, i))] = i
         self.entered = end - 1
         for n in self.sizes:
-            if n <= end and (i := self.after.get(tuple(request.slice(end - n, end)))):
-                return request.slice(i, i + most)
+            latest = tuple(request.slice(max(end - n, 0), end))
+            if latest in self.after:
+                start = self.after[latest]
+                return request.slice(start, start + most)
         return []
 
 
 def draft(plan, scheduler, lookups, most):
     """{request: guesses}: for decodes, as far as budget, length and pages held leave room."""
-    drafts, budget = {}, scheduler.token_budget - sum(n for _, n in plan)
-    for request, n in plan:
+    drafts = {}
+    budget = scheduler.token_budget - sum(n for _, n in plan)
+    for request, _ in plan:
+        drafts[request] = []
+        if request.todo > 1:   # not a decode
+            continue
         # The last token is never computed; and a guess must fit into the pages that are held.
-        room = min(request.kv_capacity, len(request.block_table) * scheduler.pool.page_size)
-        room, drafts[request] = min(most, budget, room - request.computed - 1), []
-        if request.todo == 1 and room > 0:
-            drafts[request] = lookups.setdefault(request, Lookup()).guess(request, room)
+        in_pages = len(request.block_table) * scheduler.pool.page_size
+        places = min(request.kv_capacity, in_pages) - request.computed - 1
+        room = min(most, budget, places)
+        if room > 0:
+            lookup = lookups.setdefault(request, Lookup())
+            drafts[request] = lookup.guess(request, room)
             budget -= len(drafts[request])
     return drafts
+
+
+def lay_out(plan, drafts, kv, pool, device):
+    """
+    The batch of a plan and its guesses, and {request: the rows of its logits}: first the row of its
+    last known token, then one for each guess.
+    """
+    for request, _ in plan:
+        request.assumed = drafts[request]   # here, guesses are tokens like any others
+    longer = [(request, n + len(drafts[request])) for request, n in plan]
+    batch = Paged(longer, kv, pool, device)
+    for request, _ in plan:
+        request.assumed = []
+    rows = {}
+    wanted = []   # places in the batch
+    for request, last in zip(batch.sampled, batch.wanted.tolist(), strict=True):
+        number = 1 + len(drafts[request])
+        rows[request] = range(len(wanted), len(wanted) + number)
+        wanted += range(last + 1 - number, last + 1)
+    batch.wanted = torch.tensor(wanted, dtype=torch.long, device=device)      # (R,)
+    return batch, rows
+
+
+def next_round(sampled, tokens, drafts, number):
+    """The plan of those whose token is guess `number`: a decode each, which the pass has made."""
+    plan = []
+    for request, token in zip(sampled, tokens):
+        guess = drafts[request][number:number + 1]   # empty if there are no more
+        if not request.finished and guess == [token]:
+            plan.append((request, 1))
+    return plan
 
 
 @torch.inference_mode()
@@ -74,7 +125,7 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
     number = pool_size(requests, max_batch, page_size, pages)
     scheduler = PrefixScheduler(max_batch, token_budget, number, page_size)
     kv = KV(number * page_size)
-    lookups = {}
+    lookups = {}   # of each request that has guessed
     trace = Trace(f"speculative, {guesses} guesses", requests, model, scheduler.pool.counts)
     for request in requests:
         scheduler.add(request)
@@ -84,33 +135,23 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=None, page_siz
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
         drafts = draft(plan, scheduler, lookups, guesses)
-        # 2. one forward pass; while it is laid out, guesses are tokens like any others
-        for request, guessed in drafts.items():
-            request.assumed = guessed
-        batch = Paged([(request, n + len(drafts[request])) for request, n in plan], kv,
-                      scheduler.pool, model.device)
-        for request in drafts:
-            request.assumed = []
-        first, wanted = {}, []   # request -> its first row of the logits; their places in the batch
-        for request, last in zip(batch.sampled, batch.wanted.tolist(), strict=True):
-            first[request] = len(wanted)
-            wanted += range(last - len(drafts[request]), last + 1)
-        batch.wanted = torch.tensor(wanted, dtype=torch.long, device=model.device)      # (R,)
+        # 2. one forward pass for all of them
+        batch, rows = lay_out(plan, drafts, kv, scheduler.pool, model.device)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
         # 3. in rounds, one token for each request whose guesses so far were right
         number = 0
         while plan:
             sampled = [plan[i][0] for i in indices_due(plan)]
-            rows = logits[[first[request] + number for request in sampled]]
-            tokens = sample(rows, sampled)
+            logits_due = logits[[rows[request][number] for request in sampled]]
+            tokens = sample(logits_due, sampled)
             for request, n in plan:   # an accepted guess fills pages, too
                 scheduler.cache_filled(request, request.computed, request.computed + n)
             scheduler.update(plan, tokens)
-            trace.record_tokens(step, sampled, tokens, rows, on_token)
-            plan = [(request, 1) for request, token in zip(sampled, tokens)
-                    if not request.finished and drafts[request][number:number + 1] == [token]]
+            trace.record_tokens(step, sampled, tokens, logits_due, on_token)
+            plan = next_round(sampled, tokens, drafts, number)
             number += 1
+        # 4. wrong guesses were computed in vain
         for (request, _), end in zip(batch.plan, batch.ends):
             trace.record_rejected(request, request.computed, end)
         step += 1

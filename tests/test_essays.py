@@ -34,6 +34,7 @@ from beyond.hybrid import Hybrid, HybridScheduler
 from beyond.rollout import RolloutScheduler
 from beyond.sessions import Session, SessionScheduler
 from cache import KV
+from engine import Engine
 from generate_prefix import PrefixScheduler
 from lab.checks.edits import swapped
 from lab.views.report import totals
@@ -343,11 +344,11 @@ def test_contract(file, data):
 
 # --- known bugs -----------------------------------------------------------------------------------
 
-G, D = speculative.generate.__wrapped__, speculative.draft   # G: without its decorator
+D, N = speculative.draft, speculative.next_round
 R, S, H, HP = RolloutScheduler, SessionScheduler, HybridScheduler, hybrid.HybridPaged
 FAULTS = {   # name: (function, code as it stands, code with the fault); more in lab/checks/traps.py
-    "a wrong guess is accepted": (G, "== [token]]", "!= []]"),
-    "a guess beyond the pages held": (D, "scheduler.pool.page_size)", "99)"),
+    "a wrong guess is accepted": (N, "== [token]", "!= []"),
+    "a guess beyond the pages held": (D, "scheduler.pool.page_size", "99"),
     "a stale hole": (ahead.fill_holes, "= flight.tokens[places]",
                      "= flight.batch.tokens[flight.batch.wanted[places]]"),
     "pages freed under a queued pass are cached": (
@@ -386,7 +387,7 @@ def test_a_fault_is_seen(name):
 def test_nothing_is_accepted_after_a_stop_token_that_was_guessed(prompt, stop):
     request = Request(prompt, 8, eos_token=stop)
     run("4 guesses", [request])
-    with pytest.raises(AssertionError), swapped(G, [["if not request.finished and", "if"]]):
+    with pytest.raises(AssertionError), swapped(N, [["if not request.finished and", "if"]]):
         run("4 guesses", [request])
 
 
@@ -463,8 +464,32 @@ def test_bad_input_is_refused_before_anything_runs(run, message):
         run()
 
 
+OTHERS = {   # all that runs requests, but hybrid itself
+    **common.STAGES,
+    "speculative": speculative.generate,
+    "ahead": ahead.generate,
+    "rollout": lambda model, request: rollout.generate([model], [], request),
+    "sessions": lambda model, request: sessions.generate(model, Session(request))}
+
+
+@pytest.mark.parametrize("stage", OTHERS)
+def test_a_hybrid_is_refused_where_its_windows_would_be_left_out(stage):
+    with pytest.raises(ValueError, match="a Hybrid runs in beyond.hybrid only") as error:
+        OTHERS[stage](HYBRIDS[3, 4], replace(FIRST))
+    assert str(error.value).isprintable()
+
+
+def test_an_engine_refuses_a_hybrid_and_goes_on():
+    engine = Engine(HYBRIDS[3, 4], pages=9, page_size=4)
+    engine.add(request := replace(FIRST))
+    with pytest.raises(ValueError, match="a Hybrid runs in beyond.hybrid only"):
+        engine.step()
+    engine.abort(request)
+    assert not engine.busy
+
+
 def test_a_missing_window_page_shortens_what_is_found():
-    """Its full pages can be found, but of the last window a page is gone: one page less will do."""
+    """Its global pages can be found, but a page of the last window is gone: one less will do."""
     scheduler = HybridScheduler(1, 64, 40, 2, [24, 4], passed_first=False)
     one, two = prepare([Request([1] * 13, 1), Request([1] * 13, 1)], HYBRIDS[3, 4].config)
     for request in one, two:

@@ -273,7 +273,7 @@ def test_a_change_waits_for_preempted_requests_that_have_a_token(prompt, tokens,
 
 
 @pytest.mark.parametrize("pages, b_too", [(7, False), (8, True)])
-def test_full_layers_need_room_for_all_tokens_and_windows_for_the_next_pass(pages, b_too):
+def test_global_layers_need_room_for_all_tokens_and_windows_for_the_next_pass(pages, b_too):
     """A holds two pages. B needs four, and two for the four tokens that a pass may compute."""
     scheduler = HybridScheduler(2, 4, pages, 2, [BLOCK_SIZE, 2], passed_first=True)
     a, b = queue(scheduler, [Request([1] * 2, 3), Request([2] * 8, 1)])
@@ -281,7 +281,7 @@ def test_full_layers_need_room_for_all_tokens_and_windows_for_the_next_pass(page
 
 
 def test_the_smallest_pool_is_enough_because_passed_pages_go_first():
-    """In the last pass, six pages of the full layers, and three of those with a window."""
+    """In the last pass, six pages of the global layers, and three of those with a window."""
     scheduler = HybridScheduler(1, 4, 6 + 3, 2, [BLOCK_SIZE, 2], passed_first=True)
     request, = queue(scheduler, [Request([1] * 12, 1)])
     for step in range(3):
@@ -290,7 +290,7 @@ def test_the_smallest_pool_is_enough_because_passed_pages_go_first():
 
 
 def test_the_layers_of_all_groups_share_buffers(monkeypatch):
-    """The last of each period is full. Two periods of four layers need two pairs of buffers."""
+    """The last of each period is global. Two periods of four layers need two pairs of buffers."""
     model, made = Hybrid(toy(n_layer=8).config, 4, 4).double(), []
     assert [model.group(layer) for layer in range(8)] == [1, 2, 3, 0] * 2
     monkeypatch.setattr("beyond.hybrid.KV", lambda n: made.append(KV(n)) or made[-1])

@@ -7,7 +7,8 @@ ESSAY = "beyond/speculative.py:"
 PARTS = {   # points, what it is about, {function: its calls}
     "a": (4, "prompt lookup", {f"{ESSAY}Lookup.guess": "guess guess_often guess_for_two"}),
     "b": (3, "room for guesses", {f"{ESSAY}draft": "draft"}),
-    "c": (6, "one pass, several tokens", {f"{ESSAY}generate": "generate"})}
+    "c": (6, "one pass, several tokens", {
+        f"{ESSAY}{name}": "generate" for name in ("lay_out", "next_round", "generate")})}
 DECODE = {"prompt": 4, "generated": 1, "computed": 4, "n": 1}
 
 

@@ -28,7 +28,7 @@ FIND = "generate_prefix.py:PrefixPool.find"
 HASH, ADMIT, MAKE_ROOM, CACHE = (f"generate_prefix.py:PrefixScheduler.{name}" for name in (
     "hash_of_page", "admit", "make_room", "cache_filled"))
 CHANGE = "beyond/rollout.py:RolloutScheduler.change"
-WINDOWS = "beyond/hybrid.py:HybridPaged.lay_out"
+WINDOWS = "beyond/hybrid.py:HybridPaged.slots_of"
 
 TRAPS = {   # name: [(function, code as it stands, code of the trap), ...]
     # which keys a token may see
