@@ -2,8 +2,9 @@
 Stage 4: prefill and decode interleaved. One forward pass a step, for decodes and chunks together.
 
 The model does not care whether a row decodes or prefills: it sees tokens and positions. So both go
-into the same left-padded rectangle, and the weights are read once a step. (In Sarathi's words, the
-decodes piggyback on a chunk.) A, B and C decode, D brings a chunk of 8:
+into the same left-padded rectangle, and the weights are read once a step. The field calls this a
+*mixed batch*. (In Sarathi's words, the decodes piggyback on a chunk.) A, B and C decode, D brings a
+chunk of 8:
 
     A   .  .  .  .  .  .  .  22         positions
     B   .  .  .  .  .  .  .  15         11 tokens, 21 pad slots

@@ -316,6 +316,8 @@ race()
 #
 # - [The course kit](../assignments/README.md) asks for these functions and for others: the fused
 #   rectangle, an auditor of a pool, guessed tokens.
+# - [engine.py](../engine.py) opens the loop for requests that come, stream, leave or fail while it
+#   runs: `add`, `abort` and `step`.
 # - [`beyond/`](../beyond) goes on where the stages end: a request guesses its next tokens
 #   (`speculative.py`), a step is planned while the last one is computed (`ahead.py`), and more.
 # - [docs/vllm.md](../docs/vllm.md) leads from here into vLLM's files. Pages are *blocks* there,

@@ -109,6 +109,8 @@ def stage_table(here, requests, config, limits):
         lines.append([f"{mark} {number} {name}", *(f"{n:,}" for n in row)])
     before = row_before(here, all_rows, requests, config, limits)
     buys, costs = changes(before, all_rows[here])
+    if here == next(iter(SCRIPTS)) and buys:
+        buys.append("all against no cache")
     return "\n".join([aligned(lines), listed("buys", buys), listed("costs", costs)])
 
 
