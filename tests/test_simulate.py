@@ -282,6 +282,12 @@ def test_engines_memory_and_models():
     assert "15,600 saved tokens" in said["--prefix 400"]   # of all but the first
 
 
+def test_clients_beyond_the_requests_change_nothing():
+    load = "--input 50 --output 2 --requests 4 --clients"
+    few, many = (printed(f"{load} {n}").split("\n", 1)[1] for n in (4, "99999999999999999999"))
+    assert few == many
+
+
 def test_help_says_the_defaults_that_are_used():
     said = " ".join(captured(simulate.main, ["--help"])[1].split())
     assert "run at once (default: 256)" in said and "in a step (default: 2048)" in said
@@ -293,6 +299,8 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
 @pytest.mark.parametrize("line, said", [
     ("--gpu b7", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
     ("--gpu 1,0,3", "must be above 0"),
+    ("--real --gpu nonsense", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
+    ("--requests 99999999999", "--requests must be at most 1,000,000, not 99,999,999,999"),
     ("--gpu 1,2,3", "take 12.6 GiB of each GPU's memory, which has 3.0"),
     ("--model bert", "--model bert: none of gpt2, .. ; for another one, add a line"),
     ("--tp 3", "--tp 3 does not divide n_head 32"),

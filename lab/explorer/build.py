@@ -7,10 +7,12 @@ are computed in the browser, by schedule.js.
 
     python -m lab.explorer.build
 """
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from lab import flags
 from lab.checks.traps import broken
 from lab.explorer import page
 from lab.explorer.recorder import record, take_times
@@ -65,7 +67,8 @@ def data():
 def main():
     page.write(PAGE, data())
     print(f"{PAGE.name}: {PAGE.stat().st_size / 1e6:.2f} MB")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(flags.guarded("lab.explorer.build", main))

@@ -16,6 +16,7 @@ from lab.simulate.calculated import DEFAULTS, log_of, with_memory
 from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
 from lab.views.report import aligned, figures
 
+MOST_REQUESTS = 1_000_000   # all of them are kept, with their times
 COUNTS = "requests", "passes", "preemptions", "saved_tokens"
 WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
@@ -56,6 +57,9 @@ def main(argv=None):
 def show(args):
     """Prints what a stage reaches on the GPU, or real runs beside what is calculated."""
     flags.check_path(args.json, "--json")
+    gpu_of(args.gpu)   # a mistyped one is told, even where it would not be used
+    if args.requests > MOST_REQUESTS:
+        raise ValueError(f"--requests must be at most {MOST_REQUESTS:,}, not {args.requests:,}")
     if args.real:
         print(real_runs.show())
         return 0
@@ -80,8 +84,8 @@ def calculate(args):
     times = None
     if args.rate:
         times = [*poisson(args.requests, args.rate, args.seed)]
-    log = log_of(shape, gpu, generate, requests, times, args.clients or 0, ENGINES[args.engine],
-                 **knobs)
+    clients = min(args.clients or 0, args.requests)   # any further one never sends a request
+    log = log_of(shape, gpu, generate, requests, times, clients, ENGINES[args.engine], **knobs)
     return figures(log, args.ttft, args.itl)
 
 
