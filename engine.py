@@ -11,7 +11,7 @@ So the body of the loop becomes a method, and the loop itself belongs to the cal
 
     step   0     1     2     3     4     5     6
     A      P     d     d     d     d     d           P prefill, d decode
-    B                  P     d     x                 added before step 2, aborted before step 5
+    B                  P     d     d     x           added before step 2, aborted (x) before step 5
     C                              P     d     d     added before step 4
 
 Scheduler, layout and forward pass stay as they are. So each request gets the tokens that it gets
@@ -70,7 +70,7 @@ class Engine:
     def add(self, request):
         """
         The request waits from now on; its `arrival` becomes the next step. ValueError if it could
-        never run, has run before, or has the name of a request that is here.
+        never run, has run or ended before, or has the name of a request that has not ended.
         """
         [request] = as_list(request, Request)
         scheduler = self.scheduler

@@ -87,7 +87,7 @@ class StaticBatch:
 
 
 def columns_for(requests):
-    """How many columns a batch fills: the longest prompt, and then the longest answer."""
+    """The columns a batch fills: the longest prompt, and the longest answer but its last token."""
     longest_prompt = max(len(request.prompt) for request in requests)
     longest_answer = max(request.kv_capacity - len(request.prompt) for request in requests)
     return longest_prompt + longest_answer

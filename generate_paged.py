@@ -89,7 +89,7 @@ class Paged(Flat):
         self.slot_mapping = pages * page_size + self.positions % page_size      # (N,)
 
     def attend(self, layer, q, k, v):                                           # (nh, N, hs)
-        """Writes all new keys before it reads any: another request of this pass may share them."""
+        """Writes all new keys before it reads any: from prefix on, a request may read another's."""
         k_slots, v_slots = self.kv.buffers(layer, k, v)                         # (nh, slots, hs)
         k_slots[:, self.slot_mapping] = k
         v_slots[:, self.slot_mapping] = v

@@ -248,7 +248,7 @@ def sample(logits, requests):
     whose. No request has drawn by then, so the others can be computed again without it.
 
     (Engines sample the whole batch on the GPU, in one line: argmax(logits / temperature + Gumbel
-    noise) draws from the same distribution. vLLM does so, too.)
+    noise) draws from the same distribution.)
     """
     check_finite(requests, logits.amax(dim=-1).tolist())
     tokens = logits.argmax(dim=-1).tolist()

@@ -213,6 +213,16 @@ def test_one_that_has_run_is_refused():
         engine.add(request)
 
 
+def test_one_that_was_aborted_before_it_ran_is_refused():
+    engine = Engine(toy(), **KNOBS)
+    request = Request([1, 2], 4)
+    engine.add(request)
+    engine.abort(request)
+    with pytest.raises(ValueError, match="has already run"):
+        engine.add(request)
+    assert not engine.busy
+
+
 def test_what_has_ended_leaves_nothing_behind():
     engine = Engine(toy(), **KNOBS)
     for number in range(30):

@@ -115,7 +115,7 @@ def check_run(requests, config):
             raise ValueError(f"request '{name}' appears {times} times: each needs its own name, "
                              "and runs once")
     for request, name in name_of.items():
-        if request.computed or request.generated:
+        if request.computed or request.generated or request.finished:
             raise ValueError(f"request '{name}' has already run: dataclasses.replace(request) "
                              "makes a new one")
         if len(request.prompt) > config.block_size:
