@@ -489,7 +489,7 @@ def test_an_engine_refuses_a_hybrid_and_goes_on():
 
 
 def test_a_missing_window_page_shortens_what_is_found():
-    """Its global pages can be found, but a page of the last window is gone: one less will do."""
+    """Its global pages can be found, but not all of its last window: one page less will do."""
     scheduler = HybridScheduler(1, 64, 40, 2, [24, 4], passed_first=False)
     one, two = prepare([Request([1] * 13, 1), Request([1] * 13, 1)], HYBRIDS[3, 4].config)
     for request in one, two:
