@@ -139,7 +139,7 @@ def kernel_times():
         times = {"loop": microseconds(generate_paged.paged_attention, *parts),
                  "kernel": microseconds(by_kernel.paged_attention, *parts)}
         if torch_has_paged_attention():
-            times["varlen_attn"] = microseconds(attention_of_torch, *parts)
+            times["varlen_attn"] = microseconds(attention_of_torch, *as_torch_wants(*parts))
         print(f"{name}, 1,024 keys before: " + ", ".join(
             f"{system} {time:,.0f} us" for system, time in times.items()))
 
@@ -162,16 +162,20 @@ def torch_has_paged_attention():   # from 2.13 on
     return "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
-def attention_of_torch(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
-    """torch's kernel, which wants the token axis first, and int32 tables."""
+def as_torch_wants(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
+    """The same pass for torch's kernel: token axis first, int32 tables. Made before it is timed."""
     numbers = dict(device=q.device, dtype=torch.int32)
     most = int((query_start_loc[1:] - query_start_loc[:-1]).max())
-    out = varlen.varlen_attn(
-        q.transpose(0, 1).contiguous(), k_pages.permute(1, 2, 0, 3).contiguous(),
-        v_pages.permute(1, 2, 0, 3).contiguous(), query_start_loc.to(**numbers), None, most,
-        int(seq_lens.max()), window_size=(-1, 0), seqused_k=seq_lens.to(**numbers),
-        block_table=block_table.to(**numbers))
-    return out.transpose(0, 1)
+    longest = int(seq_lens.max())
+    return (q.transpose(0, 1).contiguous(), k_pages.permute(1, 2, 0, 3).contiguous(),
+            v_pages.permute(1, 2, 0, 3).contiguous(), query_start_loc.to(**numbers),
+            seq_lens.to(**numbers), block_table.to(**numbers), most, longest)
+
+
+def attention_of_torch(q, k_pages, v_pages, query_start_loc, seq_lens, block_table, most, longest):
+    return varlen.varlen_attn(
+        q, k_pages, v_pages, query_start_loc, None, most, longest, window_size=(-1, 0),
+        seqused_k=seq_lens, block_table=block_table)
 
 
 def microseconds(attention, *parts, repeats=20):
