@@ -10,13 +10,11 @@ from functools import partial
 from itertools import accumulate, product
 
 import torch
-from torch.nn.attention import varlen
 
 import generate_paged
 import generate_prefix
 import generate_unbatched
 from beyond import hybrid as windows
-from beyond import kernel as by_kernel
 from beyond import rollout as rollouts
 from beyond import sessions as agents
 from beyond import speculative as guessing
@@ -101,6 +99,7 @@ def pass_on_a100(requests, rows):
 
 def kernel(args):
     """Equal tokens and copied bytes; on a GPU, the times of a pass."""
+    from beyond import kernel as by_kernel  # it imports Triton
     if by_kernel.triton is None:
         raise ValueError(by_kernel.MISSING)
     on_gpu = torch.cuda.is_available()
@@ -127,17 +126,17 @@ def kernel(args):
         copied = sum(p.copied_bytes for p in trace.passes)
         print(f"{name:7} {len(trace.passes)} passes, {copied:,} bytes of keys and values copied")
     if on_gpu:
-        kernel_times()
+        kernel_times(by_kernel.paged_attention)
     else:
         print("Interpreted on the CPU: far slower than the loop. Times are printed on a GPU.")
 
 
-def kernel_times():
+def kernel_times(attention_by_kernel):
     """Microseconds of one layer's attention on a GPU, in GPT-2's shape, for a step and a chunk."""
     for name, new in ("32 decodes", [1] * 32), ("a chunk of 512", [512]):
         parts = pages_of(new, past=1024)
         times = {"loop": microseconds(generate_paged.paged_attention, *parts),
-                 "kernel": microseconds(by_kernel.paged_attention, *parts)}
+                 "kernel": microseconds(attention_by_kernel, *parts)}
         if torch_has_paged_attention():
             times["varlen_attn"] = microseconds(attention_of_torch, *as_torch_wants(*parts))
         print(f"{name}, 1,024 keys before: " + ", ".join(
@@ -159,6 +158,7 @@ def pages_of(new, past, heads=12, head_size=64, page_size=16):
 
 
 def torch_has_paged_attention():   # from 2.13 on
+    from torch.nn.attention import varlen  # it takes a second
     return "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
@@ -173,6 +173,7 @@ def as_torch_wants(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
 
 
 def attention_of_torch(q, k_pages, v_pages, query_start_loc, seq_lens, block_table, most, longest):
+    from torch.nn.attention import varlen  # it takes a second, once
     return varlen.varlen_attn(
         q, k_pages, v_pages, query_start_loc, None, most, longest, window_size=(-1, 0),
         seqused_k=seq_lens, block_table=block_table)
