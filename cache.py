@@ -39,10 +39,11 @@ class KV:
         return self.k[layer], self.v[layer]
 
     def write(self, layer, start, k, v):
-        """Puts k and v (..., T, hs) at start..start+T. ValueError if they do not fit."""
+        """Puts k and v (..., T, hs) at start to start + T - 1. ValueError if they do not fit."""
         end = start + k.size(-2)
         if end > self.capacity:
-            raise ValueError(f"KV of {self.capacity} tokens cannot take tokens {start} to {end}")
+            raise ValueError(f"KV of {self.capacity} tokens cannot take tokens "
+                             f"{start} to {end - 1}")
         all_k, all_v = self.buffers(layer, k, v)
         all_k[..., start:end, :] = k
         all_v[..., start:end, :] = v
@@ -52,5 +53,6 @@ class KV:
         return self.k[layer][..., :end, :], self.v[layer][..., :end, :]
 
     @property
-    def bytes_per_token(self):   # of all layers together
+    def bytes_per_token(self):
+        """Of all layers, and all rows, together. 0 before anything is written."""
         return sum(t.nbytes for t in (*self.k.values(), *self.v.values())) // self.capacity

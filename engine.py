@@ -108,8 +108,8 @@ class Engine:
         if there is nothing to do.
 
         If the pass fails, its error is raised here, and the next step plans the same requests
-        again. So the caller aborts the request whose fault it was: the error's `request`. An error
-        without it may be anyone's fault, and the caller aborts all requests of `engine.plan`.
+        again. So the caller must abort the request that caused it, the error's `request`. If the
+        error has none, any request may have caused it: the caller aborts all of `engine.plan`.
         """
         if not self.scheduler.busy:
             return []

@@ -1,8 +1,8 @@
 """
 Stage 3: chunked prefill. No step computes more than `token_budget` tokens; no decode waits.
 
-A prompt need not be prefilled in one piece: its keys and values are in the cache, so the next piece
-continues where the last one stopped, with the same logits (Sarathi's idea). At each step the
+A prompt need not be prefilled in one piece. The keys and values of its first chunk stay in the
+cache, so the next chunk goes on from there, with the same logits (Sarathi's idea). At each step the
 Scheduler shares out a budget of tokens: one for each decode, and the rest for prompts, in chunks.
 
     token_budget 4, A and B decode, C brings a prompt of 7:

@@ -11,13 +11,13 @@ chunk of 8:
     C   .  .  .  .  .  .  .   9
     D   0  1  2  3  4  5  6   7
 
-Trap: the pads of a decode row are *new* slots. The tutorial this example comes from (source I in
-docs/sources.md) hides only the padding of the past, so A attends to seven pads:
+Trap: the pads of a decode row stand among the *new* keys, where a mask of the past does not hide
+them. That is the bug of a published tutorial (source I in docs/sources.md): A sees seven pads.
 
     mask[b, ..., P + T - n:] = True      Rectangle, in generate_dynamic.py
     mask[b, ..., P:] = True              published
 
-Nothing raises an error; only the check against the request alone reveals it.
+Nothing raises an error. Only a comparison with the same request, run alone, reveals it.
 
 Better than chunked: one forward pass where a step with decodes and chunks took two.
 Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad

@@ -71,8 +71,8 @@ class StaticBatch:
         self.wanted = (torch.tensor(due, device=device), -1)        # the last column of these rows
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
-        # A pad sees no key. In float16 its state may overflow where every token's is finite, and
-        # its value would reach the sum: its weight is 0, but 0 times inf is NaN. So zeros.
+        # A hidden value has weight 0, but 0 times inf is NaN. And a pad's value may be inf: in
+        # float16 its state may overflow although no token's does. So pads get values of zero.
         hidden = ~self.mask[..., self.start:].transpose(-2, -1)     # (B, 1, T, 1), the new columns
         self.kv.write(layer, self.start, k, v.masked_fill(hidden, 0.0))
         return head(q, *self.kv.read(layer, self.end), mask=self.mask)

@@ -41,7 +41,7 @@ from toolbox.validate import check_pool
 def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table):
     """
     What a kernel computes for all requests in one launch, without this loop (beyond/kernel.py).
-    Returns (nh, N, hs).
+    Returns q's shape.
 
     q:                (..., nh, N, hs)  queries of the new tokens; a Llama's have a group axis
     k_pages, v_pages: (nh, pages, page_size, hs)  the pool; the new keys are in it already
@@ -82,7 +82,7 @@ class Paged(Flat):
         tables = [torch.tensor(request.block_table) for request, _ in self.plan]
         self.block_table = pad_sequence(tables, batch_first=True).to(device)    # (B, most pages)
         page_size = self.pool.page_size
-        row = []   # of each new token: the number of its request, a row of block_table
+        row = []   # for each new token, the row of block_table that belongs to its request
         for i, (_, n) in enumerate(self.plan):
             row += [i] * n
         pages = self.block_table[row, self.positions // page_size]              # (N,)

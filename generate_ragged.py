@@ -11,8 +11,7 @@ ways:
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
-This is Orca's *selective batching* (docs/sources.md): token-wise layers take the stream of all
-requests, and attention alone knows the boundaries.
+This is Orca's *selective batching* (docs/sources.md).
 
 Better than interleaved: every slot computed is a token that some request needs.
 Wasted: Python calls attention once for each request and layer (on a GPU, one kernel does it); and
@@ -90,10 +89,10 @@ class Flat:
         """The way of "mask": computes all N x S scores, and hides most of them."""
         keys = torch.cat([k for k, _ in caches], dim=-2)                        # (nh, S, hs)
         values = torch.cat([v for _, v in caches], dim=-2)
-        # Head adds its causal rule over the whole stream: token t sees the keys 0 to t + P, where P
-        # is the number of all past keys. Before a token's own key stand the t tokens before it and
-        # the pasts of the requests up to its own, at most P keys. So the rule hides no more than
-        # the mask does.
+        # Head also applies its causal rule, to the whole stream as if it were one sequence: token t
+        # sees the keys 0 to t + P, where P counts the past keys of all requests. That hides none
+        # that it needs. Before its own key stand the keys of t new tokens and at most P past ones,
+        # so its own key is at t + P or before.
         return head(q, *contained(keys, values), mask=self.mask)
 
     def attend_varlen(self, q, caches):

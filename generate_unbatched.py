@@ -18,9 +18,9 @@ step of GPT-2 reads 124 million weights once. Each row (a token) takes one multi
     an A100         2039 GB/s, 312 TFLOP/s, fp16     0.12 ms          0.001 ms        0.03 ms
 
 A pass takes at least the longer of the two. By this bound 32 rows take 2.1 times as long as one on
-the CPU, and no longer than one on the GPU, where reading dominates up to 150 rows. (A pass reaches
-neither bound: measured on such a CPU, it was 3.4 times. docs/measurements.md names each machine;
-the one of its benchmark reads 44 GB/s and computes 0.467 TFLOP/s.)
+the CPU, and no longer than one on the GPU, where reading dominates up to 150 rows. (Real passes are
+slower than the bound: on such a CPU, 32 rows were measured to take 3.4 times as long as one. See
+docs/measurements.md, whose benchmark ran on another machine, of 44 GB/s and 0.467 TFLOP/s.)
 
 The bound counts weights only. Each row also reads its own keys and values, and that part no batch
 shares: with them, 32 rows take 1.9 times as long as one on the A100 if each has 210 tokens in its
@@ -28,8 +28,8 @@ cache, and 5.0 times if each has 1,000. Pages and prefixes, the last stages, are
 Next: static batching computes a token for many requests from one read of the weights.
 
 Every script's check makes one forward pass, without a cache, over each prompt and its answer
-(lab/checks/check.py). Tokens must agree exactly, unless rounding decides between two of them (a
-*near-tie*, counted apart); logits to rounding, 1e-4 of the largest in float32.
+(lab/checks/check.py). Tokens must be equal, unless rounding decides between two of them (a
+*near-tie*, counted apart). Logits must agree to 1e-4 of the largest in float32.
 """
 import torch
 

@@ -60,8 +60,8 @@ class Head(nn.Module):
     (nh,) for those of a flat stream. (Production code calls a fused kernel here, such as
     FlashAttention, which never stores the T x S scores.)
 
-    The causal rule is part of Head, because every caller needs it: also a chunk of a prompt whose
-    first part is cached. A layout adds only what it knows, the mask of its pads and neighbours.
+    Head applies the causal rule itself, because every layout needs it, even for a chunk of a prompt
+    whose first part is cached. A layout adds only a mask of its pads and of other requests' keys.
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):

@@ -14,9 +14,9 @@ request lists its pages in the order of its tokens. The *free queue* lists the p
 A request is admitted if the free pages can hold all tokens that it has. It takes them chunk by
 chunk, as its prompt is computed, and later one more whenever its last page is full.
 
-If there are too few, the running request that arrived last is *preempted*: it gives its pages back,
-keeps its tokens, and waits at the front of the queue. In that step no request is admitted. Later
-its keys and values are computed again, but no token is sampled again.
+If too few pages are free for that, the running request that arrived last is *preempted*: it gives
+its pages back, keeps its tokens, and waits at the front of the queue. That step admits no request.
+Later its keys and values are computed again, but no token is sampled again.
 
 All requests finish. The first that runs is never preempted: it alone fits into the pool, and all
 others give way before it does. When it has finished, the next one is the first, and so on.

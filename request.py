@@ -79,7 +79,7 @@ class Request:
         return len(self.prompt) + len(self.generated)
 
     def slice(self, start, end):
-        """Tokens start to end - 1 of prompt, generated and assumed; the others are not copied."""
+        """Tokens start to end - 1 of prompt + generated + assumed, without joining whole lists."""
         tokens = []
         for part in self.prompt, self.generated, self.assumed:
             tokens += part[max(start, 0):max(end, 0)]
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def pad(self):
-        """The token that fills up its row where all rows must be equally long (naive, dynamic)."""
+        """The token that fills up its row in a rectangle. Any would do: a mask hides pads."""
         return self.prompt[0]
 
     @property
@@ -123,8 +123,8 @@ class Request:
 
     def is_last(self, number):
         """
-        Whether its number-th generated token is its last: max_new_tokens is reached, or no position
-        is left at which the model could compute it to get another.
+        Whether its number-th generated token is its last: max_new_tokens is reached, or the context
+        is full, so that the model cannot compute this token to get another.
         """
         if number >= self.max_new_tokens:
             return True

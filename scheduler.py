@@ -60,8 +60,8 @@ class Scheduler:
         plan = []
         budget = self.token_budget
         before = len(self.running)
-        # 1. Requests that run go on. `make_room` may preempt the last of this list while the loop
-        #    reads it: that one is not reached any more, or is this request itself.
+        # 1. Requests that run go on. `make_room` may remove the last of this list while the loop
+        #    reads it. That is safe: the loop has not reached that one yet, or is at it and ends.
         for request in self.running:
             n = min(request.todo, budget)
             if n and self.make_room(request, n):

@@ -277,12 +277,14 @@ def generate(model, requests, max_batch=8, token_budget=64, pages=256, page_size
         scheduler.add(request)
     step = 0
     while scheduler.busy:
-        # as in paged, with another layout
+        # 1. which requests compute how many tokens in this step
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
+        # 2. one forward pass for decodes and chunks together
         batch = HybridPaged(plan, kv, scheduler, model)
         with trace.forward_pass(step, batch):
             logits = model(batch.tokens, batch.positions, batch.attend, batch.wanted)   # (R, V)
+        # 3. one token for each request that has nothing more to compute
         tokens = sample(logits, batch.sampled)
         scheduler.update(plan, tokens)
         trace.record_tokens(step, batch.sampled, tokens, logits, on_token)
