@@ -41,15 +41,19 @@ from toolbox.validate import at_least_1, one_of
 
 def first_fit_decreasing(lengths, size):
     """Bins [[index, ...], ...], each with a total length of at most `size`."""
-    bins, room = [], []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    bins = []
+    room = []   # in each bin
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for i in longest_first:
         fits = [b for b in range(len(bins)) if lengths[i] <= room[b]]
-        if not fits:
-            fits = [len(bins)]
+        if fits:
+            first = fits[0]
+        else:
+            first = len(bins)
             bins.append([])
             room.append(size)
-        bins[fits[0]].append(i)
-        room[fits[0]] -= lengths[i]
+        bins[first].append(i)
+        room[first] -= lengths[i]
     return bins
 
 
@@ -60,7 +64,8 @@ class Packed:
     """
 
     def __init__(self, plan, device=None):
-        self.plan, self.starts = plan, [0] * len(plan)
+        self.plan = plan
+        self.starts = [0] * len(plan)
         self.lay_out(device)
 
     def lay_out(self, device):
@@ -68,21 +73,23 @@ class Packed:
         lengths = [n for _, n in self.plan]
         m = max(lengths)
         bins = first_fit_decreasing(lengths, m)
-        pads = [[self.plan[members[0]][0].pad] * m for members in bins]
-        tokens = torch.tensor(pads)                                 # (r, m)
+        request, _ = self.plan[0]
+        tokens = torch.full((len(bins), m), request.pad)            # (r, m), only pads as yet
         positions = torch.zeros(len(bins), m, dtype=torch.long)
         owner = torch.full((len(bins), m), -1)                      # -1: a pad slot
         self.places = [None] * len(self.plan)                       # (row, first column, end)
         for row, members in enumerate(bins):
             end = 0
             for i in members:
-                first, end = end, end + lengths[i]
-                tokens[row, first:end] = torch.tensor(self.plan[i][0].slice(0, lengths[i]))
+                request, n = self.plan[i]
+                first, end = end, end + n
+                tokens[row, first:end] = torch.tensor(request.slice(0, n))
                 positions[row, first:end] = torch.arange(lengths[i])
                 owner[row, first:end] = i
                 self.places[i] = (row, first, end)
         mask = (owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)
-        self.tokens, self.positions = tokens.to(device), positions.to(device)         # (r, m)
+        self.tokens = tokens.to(device)                             # (r, m)
+        self.positions = positions.to(device)                       # (r, m)
         self.mask = mask[:, None].to(device)   # (r, 1, m, m), not yet causal: Head adds that rule
 
         self.sampled = [request for request, _ in self.plan]        # whole prompts: all of them
@@ -92,13 +99,15 @@ class Packed:
 
     def attend(self, layer, q, k, v):                               # (r, nh, m, hs)
         out = head(q, *contained(k, v), mask=self.mask)
-        for (request, _), (row, first, end) in zip(self.plan, self.places):   # unpack
+        for (request, _), (row, first, end) in zip(self.plan, self.places):
+            # each prompt into its own cache
             request.kv.write(layer, 0, k[row, :, first:end], v[row, :, first:end])
         return out
 
     def cost(self):
         r, m = self.tokens.shape
-        return {"score_entries": r * m * m, "padded_keys": r * m - sum(n for _, n in self.plan)}
+        keys = sum(n for _, n in self.plan)
+        return {"score_entries": r * m * m, "padded_keys": r * m - keys}
 
 
 def in_packing_order(waiting, step):
@@ -109,7 +118,10 @@ def in_packing_order(waiting, step):
     arrived = [request for request in waiting if request.arrival <= step]
     lengths = [len(request.prompt) for request in arrived]
     bins = first_fit_decreasing(lengths, max(lengths, default=0))
-    return [arrived[i] for members in bins for i in members] + waiting[len(arrived):]
+    ordered = []
+    for members in bins:
+        ordered += [arrived[i] for i in members]
+    return ordered + waiting[len(arrived):]
 
 
 @torch.inference_mode()
@@ -127,8 +139,10 @@ def generate(model, requests, max_batch=8, pack="batch", on_token=None):
     waiting, running, step = requests, [], 0
     while waiting or running:
         # 1. requests that have arrived take free places
-        step = step if running else max(step, waiting[0].arrival)
-        waiting = in_packing_order(waiting, step) if pack == "dataset" else waiting
+        if not running:
+            step = max(step, waiting[0].arrival)
+        if pack == "dataset":
+            waiting = in_packing_order(waiting, step)
         waiting, running = admit(waiting, running, step, max_batch)
         # 2. up to two forward passes: one for the decodes, one for whole prompts
         decodes = [(request, 1) for request in running if request.generated]

@@ -48,8 +48,10 @@ class Versions:
     """Models in the place of one. They differ in their weights; models[version] computes."""
 
     def __init__(self, models):
-        self.models, self.version = models, 0
-        self.config, self.device = models[0].config, models[0].device
+        self.models = models
+        self.version = 0
+        self.config = models[0].config
+        self.device = models[0].device
 
     def __call__(self, *inputs):
         return self.models[self.version](*inputs)
@@ -66,8 +68,11 @@ class RolloutScheduler(PrefixScheduler):
 
     def __init__(self, max_batch, token_budget, pages, page_size, models, changes, mode):
         super().__init__(max_batch, token_budget, pages, page_size)
-        self.models, self.changes, self.mode = models, changes, mode
-        self.stale, self.closed = set(), False
+        self.models = models
+        self.changes = changes
+        self.mode = mode
+        self.stale = set()
+        self.closed = False
 
     def add(self, request):
         super().add(request)
@@ -96,7 +101,9 @@ class RolloutScheduler(PrefixScheduler):
 
     def admit(self, request):
         """As PrefixScheduler.admit; but a request that has no token yet waits if `closed`."""
-        if self.closed and not request.generated or not super().admit(request):
+        if self.closed and not request.generated:
+            return False
+        if not super().admit(request):
             return False
         if request.computed:   # these tokens were found, so the present weights computed them
             request.spans.append((self.models.version, 0, request.computed))
@@ -114,6 +121,13 @@ class RolloutScheduler(PrefixScheduler):
         self.stale.discard(request)
 
 
+def ascend(steps):
+    """Whether these are steps, each later than the one before."""
+    if not isinstance(steps, (list, tuple)) or not all(is_whole(step, 0) for step in steps):
+        return False
+    return all(before < after for before, after in pairwise(steps))
+
+
 def generate(models, changes, requests, mode="keep", **knobs):
     """
     Runs `requests` as prefix does, with the same knobs. Returns the trace; each request has its
@@ -126,20 +140,19 @@ def generate(models, changes, requests, mode="keep", **knobs):
              ended; then the weights change
     """
     one_of("mode", mode, "keep", "recompute", "wait")
-    check("models", models, lambda each: [model.config for model in each], "a list of models")
-    check("changes", changes, lambda steps: isinstance(steps, (list, tuple)) and all(
-              is_whole(step, 0) for step in steps) and all(a < b for a, b in pairwise(steps)),
-          "a list of steps, each later than the one before")
+    check("models", models, lambda models: [model.config for model in models], "a list of models")
+    check("changes", changes, ascend, "a list of steps, each later than the one before")
     check("scheduler_class", knobs.get("scheduler_class"), lambda _: "scheduler_class" not in knobs,
           "left out: rollout has its own")
     if len(models) != len(changes) + 1:
         raise ValueError(f"{len(changes)} changes need {len(changes) + 1} models, "
                          f"not {len(models)}")
-    if other := [i for i, model in enumerate(models) if model.config != models[0].config]:
-        raise ValueError(f"models[{other[0]}] has another config than models[0]")
+    for i, model in enumerate(models):
+        if model.config != models[0].config:
+            raise ValueError(f"models[{i}] has another config than models[0]")
     versions = Versions(models)
-    trace = generate_prefix.generate(versions, requests, **knobs, scheduler_class=partial(
-        RolloutScheduler, models=versions, changes=changes, mode=mode))
+    scheduler_class = partial(RolloutScheduler, models=versions, changes=changes, mode=mode)
+    trace = generate_prefix.generate(versions, requests, **knobs, scheduler_class=scheduler_class)
     trace.stage = f"rollout, {mode}"
     return trace
 

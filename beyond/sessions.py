@@ -73,25 +73,33 @@ class Session:
 
     def next(self, step):
         """The next turn's Request. It arrives after the pause, which begins at `step`."""
-        last, (pause, result, new) = self.turns[-1], self.then[len(self.turns) - 1]
+        last = self.turns[-1]
+        number = len(self.turns)   # of turns so far
+        pause, result, new = self.then[number - 1]
         turn = replace(last, prompt=last.tokens + result, max_new_tokens=new, seed=last.seed + 1,
-                       arrival=step + pause, name=f"{self.first.name}, turn {len(self.turns) + 1}")
+                       arrival=step + pause, name=f"{self.first.name}, turn {number + 1}")
         turn.session = self
         self.turns.append(turn)
         return turn
 
     def longest(self):
         """The Request of its last turn, if all answers are as long as they may be."""
-        prompt, new = self.first.prompt, self.first.max_new_tokens
-        for _, result, following in self.then:
-            prompt, new = prompt + [0] * new + result, following
-        return Request(prompt, new, name=f"{self.first.name}, turn {len(self.then) + 1}")
+        prompt = self.first.prompt
+        answer = self.first.max_new_tokens
+        for _, result, new in self.then:
+            prompt = prompt + [0] * answer + result
+            answer = new
+        return Request(prompt, answer, name=f"{self.first.name}, turn {len(self.then) + 1}")
 
 
 def are_turns(then):
-    return isinstance(then, (list, tuple)) and all(
-        is_whole(plain(pause), 0) and is_whole(plain(new), 1) and isinstance(result, list)
-        and all(index(token) >= 0 for token in result) for pause, result, new in then)
+    return isinstance(then, (list, tuple)) and all(is_turn(*turn) for turn in then)
+
+
+def is_turn(pause, result, new):
+    if not isinstance(result, list) or any(index(token) < 0 for token in result):
+        return False
+    return is_whole(plain(pause), 0) and is_whole(plain(new), 1)
 
 
 class SessionScheduler(PrefixScheduler):
@@ -103,18 +111,24 @@ class SessionScheduler(PrefixScheduler):
 
     def __init__(self, max_batch, token_budget, pages, page_size, keep=0, by_session=False):
         super().__init__(max_batch, token_budget, pages, page_size)
-        self.keep, self.by_session, self.held, self.step = keep, by_session, {}, 0
+        self.keep = keep
+        self.by_session = by_session
+        self.held = {}
+        self.step = 0
 
     def add(self, request):
         super().add(request)
         if self.by_session:   # a stable sort
-            by_arrival = sorted(self.waiting, key=lambda each: each.session.first.arrival)
-            self.waiting = deque(by_arrival)
+            in_order = sorted(self.waiting, key=lambda turn: turn.session.first.arrival)
+            self.waiting = deque(in_order)
 
     def schedule(self, step):
         """As PrefixScheduler.schedule; but first, holds end that are over."""
         self.step = step
-        while self.held and self.held[self.oldest][1] < step:
+        while self.held:
+            _, last_step = self.held[self.oldest]
+            if last_step >= step:
+                break
             self.let_go(self.oldest)
         return super().schedule(step)
 
@@ -141,7 +155,7 @@ class SessionScheduler(PrefixScheduler):
             pages = []
             full = request.computed // self.pool.page_size
             self.pool.share(pages, request.block_table[:full])
-            self.held[request.session] = pages, self.step + self.keep
+            self.held[request.session] = (pages, self.step + self.keep)
         super().free(request)
 
     @property
@@ -185,7 +199,8 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
     step = 0
     while scheduler.busy or coming:
         # 0. turns that have arrived join the queue
-        step = step if scheduler.busy else max(step, coming[0].arrival)
+        if not scheduler.busy:
+            step = max(step, coming[0].arrival)
         while coming and coming[0].arrival <= step:
             scheduler.add(coming.pop(0))
         # 1. which requests compute how many tokens in this step
@@ -202,8 +217,8 @@ def generate(model, sessions, max_batch=8, token_budget=64, pages=64, page_size=
         # 4. a session whose turn has ended pauses; its next turn will come
         for request in batch.sampled:
             if request.finished and not request.session.over:
-                turn, = prepare(request.session.next(step), model.config)
-                insort(coming, turn, key=lambda each: each.arrival)
+                [turn] = prepare(request.session.next(step), model.config)
+                insort(coming, turn, key=lambda turn: turn.arrival)
                 trace.requests.append(turn)
     return trace
 

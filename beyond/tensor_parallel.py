@@ -58,9 +58,12 @@ def column_parallel(linear, rank, ranks):
     with torch.device("meta"), Uninitialised():   # its weights are replaced at once
         part = nn.Linear(linear.in_features, linear.out_features // ranks)
     for name in "weight", "bias":
-        whole = getattr(linear, name)   # a Llama has no bias
-        mine = None if whole is None else nn.Parameter(whole.chunk(ranks)[rank].clone(), False)
-        setattr(part, name, mine)
+        whole = getattr(linear, name)
+        if whole is None:   # a Llama has no bias
+            setattr(part, name, None)
+        else:
+            rows = whole.chunk(ranks)[rank].clone()
+            setattr(part, name, nn.Parameter(rows, requires_grad=False))
     return part
 
 
@@ -71,7 +74,9 @@ def shard(model):
     or the FFN features cannot be divided evenly.
     """
     check("model", model, lambda model: model.config and model.h, "a GPT or Llama")
-    rank, ranks, config = dist.get_rank(), dist.get_world_size(), model.config
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    config = model.config
     kv_heads = getattr(config, "n_kv_head", config.n_head)
     ffn = model.h[0].mlp.c_proj.in_features
     for what, size in ("n_head", config.n_head), ("n_kv_head", kv_heads), ("FFN width", ffn):
@@ -98,7 +103,9 @@ class Traffic:
         self.reset()
 
     def reset(self):
-        self.all_reduces, self.bytes, self.seconds = 0, 0, 0.0
+        self.all_reduces = 0
+        self.bytes = 0
+        self.seconds = 0.0
 
     def all_reduce(self, tensor):
         """Sums a tensor over all ranks, in place. ConnectionError if one of them is lost."""
@@ -119,7 +126,9 @@ class Traffic:
 @torch.inference_mode()
 def all_reduces(model, tokens, number):
     """How many a forward pass makes, over `tokens` tokens of so many requests."""
-    sizes = [tokens // number + (i < tokens % number) for i in range(number)]
+    sizes = [tokens // number] * number
+    for i in range(tokens % number):   # the rest, one each
+        sizes[i] += 1
     requests = prepare([Request([0] * size) for size in sizes], model.config)
     for request in requests:
         request.kv = KV(request.kv_capacity)
