@@ -3,7 +3,7 @@ The list of functions that students write, each with its cases, its usual mistak
 
     setN/cases.py       points; {function: the calls that run it}; the cases, the smallest first
     setN/calls.py       what a case runs, and which plain values it gives
-    setN/mistakes.txt   edits of our source, each with a sentence
+    setN/mistakes.txt   edits of our source, each with a sentence (lab/checks/mistakes.py)
 
 A function is named "file.py:Class.method" or "file.py:function". The kit runs the parts of a set in
 a child (kit.py). A notebook judges one function in its own process: `fault_of(number, name, mine)`.
@@ -26,6 +26,7 @@ from child import answer  # noqa: E402
 from compare import alike, fault  # noqa: E402
 
 from lab.checks.edits import function_named, put_in, swapped  # noqa: E402
+from lab.checks.mistakes import mistakes_in  # noqa: E402
 from lab.checks.traps import edits_of  # noqa: E402
 
 SETS = sorted(int(path.name[3:]) for path in HERE.glob("set?"))
@@ -57,22 +58,8 @@ def drawn(number, seed):
 
 @cache
 def mistakes_of(number):
-    """
-    [(part, function, sentence, edits), ...] of mistakes.txt. A paragraph is a sentence, and an edit
-    of our source as in a diff; where no line goes, a statement comes first in the function. Or it
-    names a known bug of lab/checks/traps.py, whose edits stand there.
-    """
-    found, place = [], None
-    for paragraph in (HERE / f"set{number}/mistakes.txt").read_text("utf-8").split("\n\n"):
-        head, *edit = paragraph.strip("\n").split("\n")
-        if head.startswith("@@ "):
-            place = head.split()[1:]
-        elif edit[0].startswith("trap: "):
-            found.append((*place, head, edits_of(edit[0].removeprefix("trap: "))))
-        else:
-            texts = ("\n".join(line[1:] for line in edit if line[0] == sign) for sign in "-+")
-            found.append((*place, head, [(place[1], *texts)]))
-    return found
+    """The mistakes of a set, as lab/checks/mistakes.py reads them."""
+    return mistakes_in(HERE / f"set{number}/mistakes.txt", edits_of)
 
 
 def answers_to(number, cases):
@@ -112,10 +99,24 @@ def record(number, part, cases, function=None):
     right = answers_to(number, cases)
     if broken := [each["error"] for each in right if "error" in each]:
         raise KitError(f"set {number}, part {part}: our code raises {broken[0]}")
-    return {"cases": cases, "right": right, "mistakes": {
-        sentence: Mistaken(number, edits, cases, right)
-        for of, name, sentence, edits in mistakes_of(number)
-        if of == part and function in (None, name)}}
+    mistakes = [mistake for mistake in mistakes_of(number)
+                if mistake.part == part and function in (None, mistake.function)]
+    return {"cases": cases, "right": right, "mistakes": named_once(
+        [mistake.sentence for mistake in mistakes],
+        [Mistaken(number, mistake.edits, cases, right) for mistake in mistakes])}
+
+
+def named_once(sentences, gives):
+    """
+    {sentence: what this mistake gives}. Several may have the same sentence: blanks behind it tell
+    them apart, which compare.fault takes off.
+    """
+    mistakes = {}
+    for sentence, answers in zip(sentences, gives):
+        while sentence in mistakes:
+            sentence += " "
+        mistakes[sentence] = answers
+    return mistakes
 
 
 # --- in this process ------------------------------------------------------------------------------

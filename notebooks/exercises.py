@@ -2,7 +2,9 @@
 Exercises: what a reader's function gets wrong, in a sentence.
 
 The function is called with arguments whose results are known, and compared as the course kit does
-(assignments/compare.py). questions.toml has our code, the calls, and the usual mistakes as edits.
+(assignments/compare.py). questions.toml has our code and the calls, mistakes.txt the usual mistakes
+as edits of our code. Three exercises are parts of functions that the course kit asks for: they have
+its mistakes.
 """
 import copy
 import inspect
@@ -10,7 +12,7 @@ import math  # noqa: F401 (our code uses it)
 import re
 import signal
 import sys
-from collections import deque  # noqa: F401 (for questions.toml)
+from collections import OrderedDict, deque  # noqa: F401 (for questions.toml)
 from contextlib import contextmanager
 
 import torch
@@ -20,10 +22,17 @@ from lesson import QUESTIONS, folded
 sys.path.insert(0, str(FOLDER.parent / "assignments"))
 from child import answer, plain
 from compare import fault
-from probes import kind_of, operations
+from functions import mistakes_of, named_once
+from probes import kind_of, operations, plan_of
 
-from lab.checks.edits import edited
+from generate_dynamic import Rectangle
+from generate_prefix import PrefixPool
+from generate_ragged import Flat
+from lab.checks.edits import edited, put_in
+from lab.checks.mistakes import mistakes_in
 from model import Head
+
+OWN_MISTAKES = mistakes_in(FOLDER / "mistakes.txt")
 
 
 def exercise(function):
@@ -51,7 +60,7 @@ def blank(function):
     return re.search(r"^ +(\w+ = )?\.\.\. *(#|$)", inspect.getsource(function), re.MULTILINE)
 
 
-def fault_of(function, calls, code, mistakes, view="lambda result, *given: result", within=1e-5):
+def fault_of(function, calls, code, view="lambda result, *given: result", within=1e-5):
     """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
     name, calls, view = function.__name__, eval(calls), eval(view)
     ours, names = defined(name, code), [*inspect.signature(function).parameters]
@@ -76,8 +85,7 @@ def fault_of(function, calls, code, mistakes, view="lambda result, *given: resul
     right, theirs = answers(ours), answers(function)
     part = {"within": within, "right": right,
             "cases": [{"call": name, **dict(zip(names, map(shown, given)))} for given in calls],
-            "mistakes": {f"{why}{' ' * i}": answers(defined(name, edited(code, [(old, new)], name)))
-                         for i, (old, new, why) in enumerate(mistakes)} if theirs != right else {}}
+            "mistakes": mistaken(name, code, answers) if theirs != right else {}}
     file = function.__code__.co_filename
     said = fault(part, theirs, mine=lambda where, line: "this cell" if where == file else None)
     if said is None and "head" in names:
@@ -85,6 +93,30 @@ def fault_of(function, calls, code, mistakes, view="lambda result, *given: resul
         if mine > 1.01 * least:   # a mask, where there is nothing to hide
             return f"The result is right, but it takes {mine / least:.1f} times our multiplications"
     return said
+
+
+def mistaken(name, code, answers):
+    """{sentence: the answers of our function with this mistake}"""
+    sentences, gives = [], []
+    for mistake in OWN_MISTAKES:
+        if mistake.function == name:
+            changes = [(old, new) for _, old, new in mistake.edits]
+            sentences.append(mistake.sentence)
+            gives.append(answers(defined(name, edited(code, changes, name))))
+    for mistake in mistakes_of_the_kit(name):
+        with put_in(mistake.edits, kept={}):
+            sentences.append(mistake.sentence)
+            gives.append(answers(IN_THE_KIT[name][-1]))
+    return named_once(sentences, gives)
+
+
+def mistakes_of_the_kit(name):
+    """Those of the function that has an exercise for a part."""
+    if name not in IN_THE_KIT:
+        return []
+    number, part, function, _ = IN_THE_KIT[name]
+    return [mistake for mistake in mistakes_of(number)
+            if mistake.part == part and mistake.function == function]
 
 
 def defined(name, code):
@@ -138,3 +170,39 @@ def stream(*cu_seqlens):
               for end in cu_seqlens[1:]]
     q = torch.randn(2, cu_seqlens[-1], 4, generator=g)
     return q, caches, [*cu_seqlens], lambda q, k, v: Head()(q, k, v)
+
+
+# --- for mistakes of the course kit: its functions, called as an exercise calls the reader's ------
+
+def free(table, ref_count, free_queue, hash_of):
+    """PrefixPool.free."""
+    pool = PrefixPool(len(ref_count), 16)
+    pool.ref_count, pool.hash_of = ref_count, hash_of
+    pool.cached = {digest: {page: None} for page, digest in hash_of.items()}
+    pool.free_queue = OrderedDict.fromkeys(free_queue)
+    returned = pool.free(table)
+    free_queue.clear()
+    free_queue.extend(pool.free_queue)
+    return returned
+
+
+def row_mask(start, n, P, T):
+    """The first row of Rectangle's mask. The others make it as wide as it is."""
+    rows = [(start, n), (P, 1), (0, T)]   # of each request: what is computed, what is new
+    plan = plan_of([{"prompt": start + n, "computed": start, "n": n} for start, n in rows])
+    return Rectangle(plan).mask[0].flatten()
+
+
+def varlen(q, caches, cu_seqlens, head):
+    """Flat.attend_varlen, of a stream of such lengths."""
+    rows = []
+    for i, (keys, _) in enumerate(caches):
+        end, n = keys.size(1), cu_seqlens[i + 1] - cu_seqlens[i]
+        rows.append({"prompt": end, "computed": end - n, "n": n})
+    return Flat(plan_of(rows)).attend_varlen(q, caches)
+
+
+IN_THE_KIT = {   # name of an exercise: (set, part, function, the call above)
+    "free": (5, "c", "generate_prefix.py:PrefixPool.free", free),
+    "row_mask": (2, "e", "generate_dynamic.py:Rectangle.lay_out", row_mask),
+    "varlen": (4, "d", "generate_ragged.py:Flat.attend_varlen", varlen)}

@@ -15,6 +15,7 @@ import pytest
 from common import ROOT, THOROUGH
 
 from lab.checks.edits import EditError, body_of, edited, put_in
+from lab.checks.mistakes import Mistake
 
 KIT = ROOT / "assignments"
 sys.path.insert(0, str(KIT))
@@ -58,8 +59,8 @@ def run(folder, *command):
 
 @pytest.mark.parametrize("number", functions.SETS)
 def test_each_mistake_can_be_put_in(number):
-    for _, _, _, edits in functions.mistakes_of(number):
-        with put_in(edits):
+    for mistake in functions.mistakes_of(number):
+        with put_in(mistake.edits):
             pass
 
 
@@ -71,7 +72,8 @@ def test_each_mistake_fails_a_case_and_is_named(number):
             gives.give(range(len(gives)))   # all at once, which is quicker
         for gives in made["mistakes"].values():
             said = compare.fault(made, [mine or right for mine, right in zip(gives, made["right"])])
-            twins = [each for each, theirs in made["mistakes"].items() if [*theirs] == [*gives]]
+            twins = [each.strip() for each, theirs in made["mistakes"].items()
+                     if [*theirs] == [*gives]]
             assert said and said.startswith(tuple(f"It is {each}. " for each in twins)), said
             assert "\n" not in said
             if sides := re.search(r"(?:gives|:) (.*), expected (.*)$", said):
@@ -81,8 +83,8 @@ def test_each_mistake_fails_a_case_and_is_named(number):
 def test_a_mistake_that_does_not_apply_or_fails_no_case_stops_the_kit(monkeypatch, tmp_path):
     for old, error, said in (("used = 1", EditError, "occurs 0 times"),
                              ("", functions.KitError, "no case shows the mistake")):
-        monkeypatch.setattr(functions, "mistakes_of", lambda _, edit=(SCHEDULE, old, "pass"): [
-            ("a", SCHEDULE, "as if", [edit])])
+        mistake = Mistake("a", SCHEDULE, "as if", [(SCHEDULE, old, "pass")])
+        monkeypatch.setattr(functions, "mistakes_of", lambda _, all=(mistake,): all)
         with pytest.raises(error, match=said):
             kit.template(3)
         assert kit.main(["3", "template", str(tmp_path / "out")]) == 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 from common import ROOT
 
-from lab.checks.edits import edited
+from lab.checks.edits import edited, put_in
 from lab.simulate.hardware import GPUS, MODELS
 from lab.views.plots import pyplot
 
@@ -291,9 +291,32 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
     said = tried(name, head + fails, capsys)
     assert "raises RuntimeError: " in said
     assert "(this cell, line 4: torch.nn.Linear(2, 3)(x))" in said
-    for old, new, sentence in TAUGHT[name]["mistakes"]:   # the sentence comes first
-        said = tried(name, edited(ours, [(old, new)]), capsys)
-        assert said.startswith(f"{name}: not yet. {sentence} {name}, with "), said
+    for mistake in exercises.OWN_MISTAKES:
+        if mistake.function == name:   # the sentence comes first
+            said = tried(name, edited(ours, [(old, new) for _, old, new in mistake.edits]), capsys)
+            assert said.startswith(f"{name}: not yet. {mistake.sentence} {name}, with "), said
+
+
+def test_a_list_of_mistakes_names_exercises_that_there_are():
+    assert {mistake.function for mistake in exercises.OWN_MISTAKES} <= {*TAUGHT}
+    assert {mistake.function for mistake in exercises.OWN_MISTAKES} | {*exercises.IN_THE_KIT} == {
+        *TAUGHT}
+
+
+@pytest.mark.parametrize("name, not_seen", [
+    ("free", []), ("row_mask", ["as if the mask were on the CPU"]),   # it is always there
+    ("varlen", ["as if all scores were computed, and most of them hidden"])])   # see below
+def test_an_exercise_that_the_kit_has_too_knows_the_kits_mistakes(name, not_seen):
+    ours, unseen = exercises.IN_THE_KIT[name][-1], []
+    assert exercises.fault_of(ours, **TAUGHT[name]) is None   # as its code in questions.toml
+    for mistake in exercises.mistakes_of_the_kit(name):
+        wrong = put_in(mistake.edits, kept={})(ours)   # a decorator
+        said = exercises.fault_of(wrong, **TAUGHT[name])
+        if said is None or not said.startswith("It is as if "):
+            unseen.append(mistake.sentence)
+        else:
+            assert said.startswith(f"It is {mistake.sentence}. {name}, with "), said
+    assert unseen == not_seen
 
 
 @pytest.mark.parametrize("name, old, new, sentence", [
@@ -324,6 +347,18 @@ def test_an_exercise_accepts_our_answer_and_names_the_usual_mistakes(name, capsy
     ("causal_rule", "torch.arange(S - T, S)", "torch.arange(T).add(min(S - T, 4))", "T 5, S 12"),
     ("own_positions", "pads[:, None]", "pads.view(3, 1)", "columns [4, 5]"),   # other sizes
     ("row_mask", "P - start:P", "4 - start:4", "P 6"),
+    ("row_mask", "mask[P - start:P]", "mask[:P][-start:]", "-0 is 0, so it is all of the past"),
+    ("row_mask", "return mask", "return ~mask", "as if True meant hidden"),
+    ("row_mask", "mask[P + T - n:]", "mask[P:P + T]", "the published mask"),
+    ("varlen", "dim=-2", "dim=0", "as if outputs were joined along the heads"),
+    ("varlen", "head(mine, keys, values)", "head(q, keys, values)", "given the queries of all"),
+    ("varlen", "cu_seqlens[i]:cu_seqlens[i + 1]", "sum(cu_seqlens[:i + 1]):sum(cu_seqlens[:i + 2])",
+     "it is cumulative already"),
+    ("varlen", "    out = []", "    return head(q, *(torch.cat(t, dim=-2) for t in zip(*caches)))",
+     "one call would do for all"),
+    ("free", "ref_count[page] -= 1", "ref_count[page] = 0", "count down by one"),
+    ("free", "        ref_count[page] -= 1\n", "", "as if a page were still counted"),
+    ("free", "reversed(table)", "table", "as if the first page of a table were freed first"),
     ("varlen", "enumerate(caches)", "enumerate(caches[:2])", "cu_seqlens [0, 1, 3, 8]"),
     ("free", "reversed(table)", "sorted(reversed(table), key=lambda page: page not in hash_of and "
      "page + 1)", "becomes: [2, 0, 5, 1, 3], expected [0, 2, 5, 1, 3]"),

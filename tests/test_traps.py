@@ -28,7 +28,8 @@ from matplotlib.colors import to_hex
 from test_essays import ESSAYS
 
 from lab.checks.edits import EditError, swapped
-from lab.checks.traps import TRAPS, broken
+from lab.checks.mistakes import mistakes_in
+from lab.checks.traps import TRAPS, broken, edits_of
 from lab.checks.xray import XRay, sights_at
 from lab.views import sights
 from model import Head
@@ -136,6 +137,58 @@ def test_what_cannot_be_put_in_is_not_seen():
             assert_seen(check)
     with pytest.raises(EditError, match="no trap 'x', only 'published mask', "), broken("x"):
         pass
+
+
+LIST = """# why there is such a list
+
+@@ a paging.py:PagePool.free
+
+first
+# its reason
+-a part
++of a line
+
+second
++statements that
++    come first
+
+third
+-one
+-two
++three
+-four
++
+@@ scheduler.py:Scheduler.add
+-five
++six
+
+
+@@ request.py:advance
+
+fourth
+trap: published mask
+"""
+
+
+def test_a_list_of_mistakes_is_read(tmp_path):
+    file, free = tmp_path / "mistakes.txt", "paging.py:PagePool.free"
+    file.write_text(LIST, encoding="utf-8")
+    assert mistakes_in(file, edits_of) == [
+        ("a", free, "first", [(free, "a part", "of a line")]),
+        ("a", free, "second", [(free, "", "statements that\n    come first")]),
+        ("a", free, "third", [(free, "one\ntwo", "three"), (free, "four", ""),
+                              ("scheduler.py:Scheduler.add", "five", "six")]),
+        ("", "request.py:advance", "fourth", TRAPS["published mask"])]
+
+
+@pytest.mark.parametrize("text, error, said", [
+    ("a sentence", ValueError, "no edit stands below 'a sentence'"),
+    ("a sentence\nold\n+new", ValueError, "'old' is no line of an edit"),
+    ("a sentence\ntrap: x", EditError, "no trap 'x', only 'published mask', ")])
+def test_what_is_no_list_of_mistakes_is_told(text, error, said, tmp_path):
+    (tmp_path / "mistakes.txt").write_text(text, encoding="utf-8")
+    with pytest.raises(error, match=said):
+        mistakes_in(tmp_path / "mistakes.txt", edits_of)
 
 
 def test_the_sources_tell_of_traps_that_there_are():
