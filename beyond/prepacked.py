@@ -84,10 +84,12 @@ class Packed:
                 request, n = self.plan[i]
                 first, end = end, end + n
                 tokens[row, first:end] = torch.tensor(request.slice(0, n))
-                positions[row, first:end] = torch.arange(lengths[i])
+                positions[row, first:end] = torch.arange(n)
                 owner[row, first:end] = i
                 self.places[i] = (row, first, end)
-        mask = (owner[:, :, None] == owner[:, None, :]) & (owner[:, None, :] >= 0)
+        same = owner[:, :, None] == owner[:, None, :]               # (r, m, m): of one request
+        no_pad = owner[:, None, :] >= 0                             # (r, 1, m)
+        mask = same & no_pad
         self.tokens = tokens.to(device)                             # (r, m)
         self.positions = positions.to(device)                       # (r, m)
         self.mask = mask[:, None].to(device)   # (r, 1, m, m), not yet causal: Head adds that rule
