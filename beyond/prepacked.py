@@ -73,12 +73,13 @@ class Packed:
         lengths = [n for _, n in self.plan]
         m = max(lengths)
         bins = first_fit_decreasing(lengths, m)
-        request, _ = self.plan[0]
-        tokens = torch.full((len(bins), m), request.pad)            # (r, m), only pads as yet
+        tokens = torch.zeros(len(bins), m, dtype=torch.long)        # (r, m)
         positions = torch.zeros(len(bins), m, dtype=torch.long)
         owner = torch.full((len(bins), m), -1)                      # -1: a pad slot
         self.places = [None] * len(self.plan)                       # (row, first column, end)
         for row, members in enumerate(bins):
+            first_request, _ = self.plan[members[0]]
+            tokens[row] = first_request.pad
             end = 0
             for i in members:
                 request, n = self.plan[i]

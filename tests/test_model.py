@@ -58,7 +58,7 @@ def test_logits_and_tokens_are_those_of_transformers(tmp_path):
     (lambda: toy()(torch.zeros(1, 25, dtype=torch.long)), "25 tokens do not fit block_size 24"),
     (lambda: GPTConfig(n_layer=0), "n_layer .* at least 1, not 0"),
     (lambda: GPTConfig(n_head=5, n_embd=12), "n_head 5 .* n_embd 12"),
-    (lambda: KV(2).write(0, 1, *torch.zeros(2, 1, 2, 3)), "KV of 2 tokens .* take tokens 1 to 3")])
+    (lambda: KV(2).write(0, 1, *torch.zeros(2, 1, 2, 3)), "KV of 2 tokens .* take tokens 1 to 2")])
 def test_what_is_refused(refused, named):
     with pytest.raises(ValueError, match=named):
         refused()
