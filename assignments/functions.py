@@ -131,12 +131,30 @@ def placed(name, mine):
         yield
 
 
+def wrong_parameters(mine, wanted):
+    """What is wrong with a function's parameters, in a sentence; None if it takes those wanted."""
+    try:
+        inspect.signature(mine).bind(*wanted)
+    except TypeError:
+        head = f"def {mine.__name__}({', '.join(wanted)})"
+        few = len(inspect.signature(mine).parameters) < len(wanted)
+        if wanted[0] == "self" and few:
+            return f"A method's first parameter is `self`: {head}"
+        return f"It is called with {len(wanted)} arguments: {head}"
+    return None
+
+
 def fault_of(number, name, mine, file):
     """What is wrong with `mine` in the place of one of our functions; None if it is right."""
+    if said := wrong_parameters(mine, [*inspect.signature(function_named(name)).parameters]):
+        return said
     part = next(part for part, (_, _, functions) in parts_of(number).items() if name in functions)
     calls = parts_of(number)[part][2][name].split()
     cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
     made = record(number, part, cases, name)
     with placed(name, mine):
         answers = answers_to(number, cases)
-    return fault(made, answers, mine=lambda where, line: "this cell" if where == file else None)
+    said = fault(made, answers, mine=lambda where, line: "this cell" if where == file else None)
+    if said and "super(): " in said:   # what Python says of it helps nobody
+        return f"`super()` works only inside a class, so name the class that you mean. {said}"
+    return said

@@ -22,7 +22,7 @@ from lesson import QUESTIONS, folded
 sys.path.insert(0, str(FOLDER.parent / "assignments"))
 from child import answer, plain
 from compare import fault
-from functions import mistakes_of, named_once
+from functions import mistakes_of, named_once, wrong_parameters
 from probes import kind_of, operations, plan_of
 
 from generate_dynamic import Rectangle
@@ -64,6 +64,8 @@ def fault_of(function, calls, code, view="lambda result, *given: result", within
     """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
     name, calls, view = function.__name__, eval(calls), eval(view)
     ours, names = defined(name, code), [*inspect.signature(function).parameters]
+    if said := wrong_parameters(function, [*inspect.signature(ours).parameters]):
+        return said
     is_tensor = torch.is_tensor(ours(*copy.deepcopy(calls[0])))
 
     def answers(function):
@@ -85,7 +87,7 @@ def fault_of(function, calls, code, view="lambda result, *given: result", within
     right, theirs = answers(ours), answers(function)
     part = {"within": within, "right": right,
             "cases": [{"call": name, **dict(zip(names, map(shown, given)))} for given in calls],
-            "mistakes": mistaken(name, code, answers) if theirs != right else {}}
+            "mistakes": mistaken(name, code, answers, right) if theirs != right else {}}
     file = function.__code__.co_filename
     said = fault(part, theirs, mine=lambda where, line: "this cell" if where == file else None)
     if said is None and "head" in names:
@@ -95,7 +97,7 @@ def fault_of(function, calls, code, view="lambda result, *given: result", within
     return said
 
 
-def mistaken(name, code, answers):
+def mistaken(name, code, answers, right):
     """{sentence: the answers of our function with this mistake}"""
     sentences, gives = [], []
     for mistake in OWN_MISTAKES:
@@ -107,6 +109,9 @@ def mistaken(name, code, answers):
         with put_in(mistake.edits, kept={}):
             sentences.append(mistake.sentence)
             gives.append(answers(IN_THE_KIT[name][-1]))
+    if right[0]["value"]["it returns"] is not None:
+        sentences.append("It returns nothing.")
+        gives.append(answers(lambda *given: None))
     return named_once(sentences, gives)
 
 

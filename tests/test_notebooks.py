@@ -339,6 +339,14 @@ def test_an_exercise_that_the_kit_has_too_knows_the_kits_mistakes(name, not_seen
      "torch.tensor([arithmetic, reading]).norm()", "right."),
     ("step_time", "512 * 1024", "512 * 1000", "expected"),
     ("causal_rule", "return", "see =", "a `return` missing"),
+    ("causal_rule", "(T, S)", "(T)", "It is called with 2 arguments: def causal_rule(T, S)."),
+    ("causal_rule", "key <= query", "torch.ones(T, S).bool().tril(T - S)", "The diagonal is S - T"),
+    ("own_positions", "return", "positions =", "It returns nothing. own_positions, with "),
+    ("requests_that_fit", "max((pages - common) // own, 0)",   # -9 for 8B in 16 GiB
+     "(pages - common) // own if memory > 2 * parameters else 0", "it returns: -9.0, expected 0"),
+    ("requests_that_fit", "max((pages - common) // own, 0)",   # fewer pages than common ones
+     "(pages - common) // own if room > 0 else 0", "it returns: -6.0, expected 0"),
+    ("row_mask", "return mask", "return mask and mask", "took tensors: write &, | and ~"),
     ("causal_rule", "return key <= query", "return torch.ones(T, S).tril()", "holds booleans"),
     ("free", "    for page in reversed(table):", """    if table[1:]:
         free(table[1:], ref_count, free_queue, hash_of)

@@ -80,6 +80,10 @@ def states(rng):
     for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
         yield {"call": "make_room", "request": "ABC"[i], "n": n, "pages": pages, "page_size": 2,
                "running": few, "waiting": []}
+    # A newcomer without a page is preempted itself: its pages would help nobody, A stays
+    newcomer = [{"prompt": 3, "generated": 1, "computed": 3, "pages": 3}, {"prompt": 2, "pages": 0}]
+    yield {"call": "make_room", "request": "B", "n": 2, "pages": 4, "page_size": 1,
+           "running": newcomer, "waiting": []}
     for size, spare, prompt, generated in product((2, 3, 4), range(4), (1, 4, 5), (0, 3)):
         row = {"prompt": 6, "computed": 6, "generated": 1, "pages": -(-6 // size)}
         yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": size,
