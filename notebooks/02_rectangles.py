@@ -53,7 +53,7 @@ show({"naive, step 0": prefill}, label=word);
 # that change. You need not read them.)
 
 # %%
-ask("2.1: With the padding on the right, which of A, B and C still pass the check?", guess=...)
+ask("2.2: With the padding on the right, which of A, B and C still pass the check?", guess=...)
 
 # %%
 with folded(), broken("right padding"):
@@ -104,7 +104,7 @@ four = texts("The class", "If this function is called without", "Return True if 
              "Return a list of the names in")
 
 # %%
-ask("2.2: Positions are columns. Which of A, B, C and D still pass the check?", guess=...)
+ask("2.3: Positions are columns. Which of A, B, C and D still pass the check?", guess=...)
 
 # %%
 right = run("naive", four).requests
@@ -137,7 +137,7 @@ print(f"scores of A's row: {padded.score_entries // 2}; alone: {alone.score_entr
 uneven = letters(A=3, B=3, C=3, new={"A": 2, "B": 5, "C": 10})
 
 # %%
-ask("2.3: The batch runs until the last request has its 10 tokens. How many slots does it "
+ask("2.4: The batch runs until the last request has its 10 tokens. How many slots does it "
     "compute for rows that are already finished?", guess=...)
 
 # %%
@@ -191,7 +191,7 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # There is padding among the cached keys now, because B has computed fewer tokens than C. These
 # slots are masked like all other pads.
 #
-# Now the bug of question 2.2 in *dynamic*: a token's position is its column, counted through past
+# Now the bug of question 2.3 in *dynamic*: a token's position is its column, counted through past
 # and new slots. The longest row of a rectangle has no pads, and so the right positions. These are
 # all rectangles, a line each. A:4 says that A's row has 4 tokens, its past included:
 
@@ -200,7 +200,7 @@ for p in run("dynamic", eight, max_batch=4).passes:
     print(f"step {p.step:2}:", *(f"{name}:{first + n}" for name, first, n in p.work))
 
 # %%
-ask("2.4: Which of the eight requests pass the check with this bug?", guess=...)
+ask("2.5: Which of the eight requests pass the check with this bug?", guess=...)
 
 # %%
 with folded(), broken("column positions"):

@@ -157,7 +157,7 @@ def served(stage):
                max_batch=16, token_budget=64, pages=160)
 
 # %%
-ask("5.3: Pages of 16 tokens. How many tokens of its prompt (120 + 24) does the last of the "
+ask("5.4: Pages of 16 tokens. How many tokens of its prompt (120 + 24) does the last of the "
     "sixteen requests compute?", guess=...)
 
 # %%
@@ -226,7 +226,7 @@ print("A:", A, " B:", B, " ref_count:", six.ref_count, " free queue:", [*six.fre
 six.free(A)
 
 # %%
-ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
+ask("5.7: Pages 4 and 5 have been free all the time. Which pages have become free now? (a list)",
     guess=...)
 
 # %% [markdown]
@@ -240,7 +240,7 @@ ask("5.4: Pages 4 and 5 have been free all the time. Which pages have become fre
 
 # %%
 six.free(B)
-ask("5.5: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
+ask("5.8: Now B finishes, too. In which order will the six pages be taken? (a list)", guess=...)
 
 # %% [markdown]
 # ### Your turn: freeing pages

@@ -182,7 +182,7 @@ with folded():
 
 # %%
 print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())
-ask("6.4: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
+ask("6.5: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 
 # %% [markdown]
 # A kernel takes the order that is fastest for the shape it is given, and a batch changes the shape.
