@@ -295,6 +295,18 @@ def guarded(prog, work, speaks=True):
         print(f"{prog}: {error}", file=sys.stderr)
         close_stdout()
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"{prog}: not enough memory. {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def is_out_of_memory(error):
+    """Whether Python or torch could not allocate memory. For torch, a GPU's is a RuntimeError."""
+    said = str(error).lower()
+    return (isinstance(error, MemoryError) or "out of memory" in said
+            or "can't allocate memory" in said)
 
 
 def close_stdout():

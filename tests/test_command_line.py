@@ -199,6 +199,20 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
         1, "printed before\n", "x.py: [Errno 28] full\n")
 
 
+@pytest.mark.parametrize("work", [lambda: torch.empty(10**15), lambda: bytearray(10**18)])
+def test_too_little_memory_is_one_line(work):
+    code, out, err = captured(flags.guarded, "x.py", work)
+    assert code == 1 and err.startswith("x.py: not enough memory. ") and err.count("\n") == 1
+
+
+def test_a_fault_of_ours_is_no_lack_of_memory():
+    def work():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="^mat1 and mat2"):
+        flags.guarded("x.py", work)
+
+
 # --- what flags and files do ----------------------------------------------------------------------
 
 def test_json_lines_say_what_each_request_wants(tmp_path):

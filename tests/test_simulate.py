@@ -293,14 +293,43 @@ def test_help_says_the_defaults_that_are_used():
     assert "run at once (default: 256)" in said and "in a step (default: 2048)" in said
 
 
+@pytest.mark.parametrize("stage, more", [
+    ("paged", ""), ("prefix", ""), ("prefix", "--pages 9999999999"), ("prefix", "--page_size 1")])
+def test_a_huge_gpu_takes_no_memory_here(stage, more, monkeypatch):
+    """Its pool has room for what can be asked for: every request's own pages, and no more."""
+    made = []
+    pool = calculated.POOLS[STAGES[stage]].pool_class
+
+    class Watched(pool):
+        def __init__(self, number, page_size):
+            made.append((number, page_size))
+            super().__init__(min(number, 10**6), page_size)   # should it be huge
+
+    monkeypatch.setattr(calculated.POOLS[STAGES[stage]], "pool_class", Watched)
+    out = printed(f"--gpu 1e8,1e8,1e8 --stage {stage} --input 20 --output 4 --requests 9 {more}")
+    size = 1 if "page_size" in more else 16
+    assert made == [(9 * -(-23 // size), size)]
+    assert "preemptions" not in out
+
+
 SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
 
 
 @pytest.mark.parametrize("line, said", [
     ("--gpu b7", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
-    ("--gpu 1,0,3", "must be above 0"),
+    *((f"--gpu {bad}", "must be at least 1e-6 and below 1e9")
+      for bad in ("1,0,3", "1e-300,1e-300,80", "1,1e-7,80", "1,1,1e9", "1,nan,3")),
+    ("--stage ragged --attention mask --token_budget 100000 --max_batch 2000 --requests 2000",
+     "--attention mask: .. a mask of 100,000 tokens x 120,798 keys, more than 2,000,000,000"),
     ("--real --gpu nonsense", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
-    ("--requests 99999999999", "--requests must be at most 1,000,000, not 99,999,999,999"),
+    ("--requests 99999999999", "--requests must be at most 200,000, not 99,999,999,999"),
+    ("--requests 100000", "--requests must be at most 43,440 of 1,151 tokens each, not 100,000"),
+    ("--gpu 1e8,1e8,1e8 --requests 40000 --page_size 1",
+     "can fill 46,040,000 pages: --pages must be at most 8,000,000"),
+    *((f"--rate {rate}", f"--rate {rate}: the last request would come after")
+      for rate in ("1e-308", "1e-300", "1e-08")),
+    ("--gpu 1,1,14", "take 12.6 GiB of each GPU's memory, which has 14.0 GiB; an engine uses 90% "
+     "of it, and 0.5 GB of that for its passes, so no key fits"),
     ("--gpu 1,2,3", "take 12.6 GiB of each GPU's memory, which has 3.0"),
     ("--model bert", "--model bert: none of gpt2, .. ; for another one, add a line"),
     ("--tp 3", "--tp 3 does not divide n_head 32"),

@@ -16,7 +16,11 @@ from lab.simulate.calculated import DEFAULTS, log_of, with_memory
 from lab.simulate.hardware import BYTES, ENGINES, gpu_of, shape_of
 from lab.views.report import aligned, figures
 
-MOST_REQUESTS = 1_000_000   # all of them are kept, with their times
+# All requests are kept, with their times. These limits are some 2 GB.
+MOST_REQUESTS = 200_000
+MOST_TOKENS = 50_000_000
+MOST_SCORES = 2_000_000_000   # a mask has a byte for each
+LONGEST_CLOCK = 1e9   # seconds, of which a float still tells microseconds apart
 COUNTS = "requests", "passes", "preemptions", "saved_tokens"
 WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
@@ -58,8 +62,6 @@ def show(args):
     """Prints what a stage reaches on the GPU, or real runs beside what is calculated."""
     flags.check_path(args.json, "--json")
     gpu_of(args.gpu)   # a mistyped one is told, even where it would not be used
-    if args.requests > MOST_REQUESTS:
-        raise ValueError(f"--requests must be at most {MOST_REQUESTS:,}, not {args.requests:,}")
     if args.real:
         print(real_runs.show())
         return 0
@@ -78,15 +80,47 @@ def calculate(args):
     check_lengths(args.prefix + args.input[1], args.output[1], shape)
     generate = SCRIPTS[args.stage]
     longest = args.prefix + args.input[1] + args.output[1] - 1   # the last token is not computed
-    knobs, ignored = with_memory(shape, gpu, generate, longest, flags.given_knobs(args))
+    check_number(args.requests, longest)
+    knobs, ignored = with_memory(shape, gpu, generate, longest, flags.given_knobs(args),
+                                 args.requests)
+    check_mask(knobs, args.requests, longest)
     flags.say_ignored(args, ignored, "for this stage")
     requests = drawn(args.requests, args.seed, args.input, args.output, prefix=args.prefix)
-    times = None
-    if args.rate:
-        times = [*poisson(args.requests, args.rate, args.seed)]
+    times = arrival_times(args)
     clients = min(args.clients or 0, args.requests)   # any further one never sends a request
     log = log_of(shape, gpu, generate, requests, times, clients, ENGINES[args.engine], **knobs)
     return figures(log, args.ttft, args.itl)
+
+
+def check_number(requests, longest):
+    """ValueError for more requests, of at most so many tokens each, than this machine keeps."""
+    if requests > MOST_REQUESTS:
+        raise ValueError(f"--requests must be at most {MOST_REQUESTS:,}, not {requests:,}")
+    if requests * longest > MOST_TOKENS:
+        raise ValueError(f"--requests must be at most {MOST_TOKENS // longest:,} of {longest:,} "
+                         f"tokens each, not {requests:,}")
+
+
+def check_mask(knobs, requests, longest):
+    """ValueError for --attention mask, if this machine's memory could not keep its largest mask."""
+    if knobs.get("attention") != "mask":
+        return
+    tokens = min(knobs["token_budget"], requests * longest)
+    keys = min(knobs["max_kv_tokens"], min(knobs["max_batch"], requests) * longest)
+    if tokens * keys > MOST_SCORES:
+        raise ValueError(f"--attention mask: a pass may need a mask of {tokens:,} tokens x "
+                         f"{keys:,} keys, more than {MOST_SCORES:,}")
+
+
+def arrival_times(args):
+    """When requests come at --rate, in seconds; None without it."""
+    if args.rate is None:
+        return None
+    times = [*poisson(args.requests, args.rate, args.seed)]
+    if times[-1] > LONGEST_CLOCK:
+        raise ValueError(f"--rate {args.rate:g}: the last request would come after {times[-1]:.0e} "
+                         f"seconds, and the clock ends at {LONGEST_CLOCK:.0e}")
+    return times
 
 
 def summary(args, result):

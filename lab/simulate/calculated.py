@@ -34,6 +34,7 @@ from paging import PagedScheduler
 from scheduler import Scheduler
 
 LATE = 10**12   # a step that no run reaches
+MOST_PAGES = 8_000_000   # each takes some 100 bytes here, whatever it holds on the GPU
 DEFAULTS = {"max_batch": 256, "token_budget": 2048}   # as engines have them
 POOLS = {generate_paged.generate: PagedScheduler, generate_prefix.generate: PrefixScheduler}
 
@@ -154,17 +155,19 @@ def scheduler_of(generate, max_batch=8, token_budget=64, max_kv_tokens=None, pag
     return None
 
 
-def with_memory(shape, gpu, generate, longest, knobs):
+def with_memory(shape, gpu, generate, longest, knobs, number=math.inf):
     """
     (the stage's knobs, by default with as much memory as there is; names of those that it does not
     have). ValueError if the stage may come to hold more than there is room for.
 
     longest: tokens of the longest prompt and answer, of which a stage without limits on memory may
              hold one in each row
+    number:  of requests; a pool gets no more pages than so many of the longest fill
     """
     room = shape.room(gpu)
+    page_size = knobs.get("page_size", 16)
     if has_knob(generate, "pages"):
-        limit, most = "pages", room // knobs.get("page_size", 16)
+        limit, most = "pages", room // page_size
     elif has_knob(generate, "max_kv_tokens"):
         limit, most = "max_kv_tokens", room
     else:   # unbatched has one row
@@ -175,4 +178,19 @@ def with_memory(shape, gpu, generate, longest, knobs):
                          f"--{limit} must be at most {most:,}, not {asked:,}")
     defaults = DEFAULTS | {limit: min(most, DEFAULTS.get(limit, most))}
     own, ignored = knobs_of(generate, defaults | knobs)
+    if limit == "pages":
+        own["pages"] = small_pool(own["pages"], number, longest, page_size)
     return own, [name for name in ignored if name in knobs]
+
+
+def small_pool(pages, number, longest, page_size):
+    """
+    So many pages, but no more than all requests can fill together: no plan would use the others.
+    ValueError if they are still too many for this machine.
+    """
+    of_each = -(-longest // page_size)   # rounded up
+    pages = min(pages, number * of_each)
+    if pages > MOST_PAGES:
+        raise ValueError(f"these requests can fill {pages:,} pages: --pages must be at most "
+                         f"{MOST_PAGES:,}")
+    return pages

@@ -114,7 +114,9 @@ class Shape:
         room = int((share * gpu.memory - self.weights * self.size - 0.5e9) // self.kv_bytes)
         if room < 1:
             raise ValueError(f"the weights take {self.weights * self.size / GiB:.1f} GiB of each "
-                             f"GPU's memory, which has {gpu.memory / GiB:.1f} GiB")
+                             f"GPU's memory, which has {gpu.memory / GiB:.1f} GiB; an engine uses "
+                             f"{share:.0%} of it, and 0.5 GB of that for its passes, so no key "
+                             "fits beside the weights")
         return room
 
 
@@ -169,8 +171,8 @@ def gpu_of(text):
     except ValueError:
         raise ValueError(f"--gpu {text}: not PEAK_TFLOPS,GB_PER_S,GiB and none of "
                          f"{', '.join(GPUS)}") from None
-    if not all(0 < number < 1e9 for number in (peak, bandwidth, memory)):
-        raise ValueError(f"--gpu {text}: the three numbers must be above 0 and below 1e9")
+    if not all(1e-6 <= number < 1e9 for number in (peak, bandwidth, memory)):
+        raise ValueError(f"--gpu {text}: the three numbers must be at least 1e-6 and below 1e9")
     return GPU(peak * 1e12, peak * 1e12, bandwidth * 1e9, memory * GiB)
 
 
