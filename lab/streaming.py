@@ -25,6 +25,9 @@ def stream(engine_class, args):
     chosen, ignored = chosen_knobs(engine_class, args)
     model, tokenizer, requests = load_inputs(args)
     knobs = flags.limited(engine_class, chosen, requests, model.config.block_size)
+    # The engine cannot know how much will be asked for; here it is known.
+    most = len(requests) * -(-model.config.block_size // knobs["page_size"])
+    knobs["pages"] = min(knobs["pages"], most)
     for number, request in enumerate(requests):
         request.arrival = number * STEPS_BETWEEN
     check = None if args.no_check else Check(model, requests)

@@ -12,7 +12,9 @@ from common import RIGHT, ROOT, alone, as_program, assert_pages, captured, mixed
 import generate_prefix
 from engine import Engine
 from generate_paged import Paged
+from lab import streaming
 from lab.checks.check import Check
+from lab.run import parser
 from request import Request
 
 SCRIPT = str(ROOT / "engine.py")
@@ -269,3 +271,14 @@ def test_the_script_names_flags_that_it_does_not_have():
 
 def test_the_script_refuses_bad_flags_in_one_line():
     refused("page_size", as_program, SCRIPT, "--page_size", "9999")
+
+
+def test_the_scripts_pool_is_no_larger_than_its_requests_can_fill():
+    """And it is not made here: before, it took all memory."""
+    def made(model, pages=256, page_size=16, max_batch=8, token_budget=64, on_token=None):
+        raise InterruptedError(pages)
+
+    for pages, expected in ("7", 7), ("99999999999", 2 * 256 // 16):
+        args = parser("", made).parse_args(["--prompt", "a", "--prompt", "b", "--pages", pages])
+        with pytest.raises(InterruptedError, match=f"^{expected}$"):
+            streaming.stream(made, args)

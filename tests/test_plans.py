@@ -333,6 +333,8 @@ def test_what_another_scheduler_raises_is_a_difference(few, capsys):
     (["--vllm", "true", "--number", "1"], "--vllm true: it has printed no plans"),
     (["--vllm", "echo", "--number", "1"], "--vllm echo: it has printed no plans"),
     (["--vllm", sys.executable, "--number", "1"], f"--vllm {sys.executable}: ModuleNotFoundError"),
+    (["--vllm", "python", "--number", "99999999999"],
+     "--number must be at most 10,000, not 99,999,999,999"),
     (["--vllm", "python", "--number", "0"], "--number")])
 def test_what_cannot_be_compared_is_refused_in_one_line(flags, said):
     refused(said, runner.main, ["plans", *flags])

@@ -37,6 +37,7 @@ RECORDER = Path(__file__).parent / "vllm_plans.py"
 CONFIG = SimpleNamespace(block_size=4096, vocab_size=1000)   # of the model that does not run
 TOO_MANY = 20_000   # steps
 NUMBER, SEED = 100, 0   # what is recorded: so many workloads of each kind
+MOST = 10_000           # of each kind: all are kept in memory
 
 FLAGS = {
     "--vllm": dict(metavar="PYTHON", help="record anew, with this Python that has vLLM"),
@@ -221,7 +222,9 @@ def compare(args):
 
 
 def check_flags(args):
-    """ValueError for a flag that would change nothing."""
+    """ValueError for a flag that would change nothing, or ask for more than memory holds."""
+    if args.number is not None and args.number > MOST:
+        raise ValueError(f"--number must be at most {MOST:,}, not {args.number:,}")
     if args.vllm:
         return
     for name in "number", "seed", "keep":
