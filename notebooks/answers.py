@@ -5,8 +5,11 @@ The judge of guesses. A guess is a value of Python, of the kind that its questio
     letters    "X Y"    "X, Y"    "XY"    ["X", "Y"]    "none"
     a list     [10, 11]
 
-What cannot be read costs no attempt, nor does a right number in another unit.
+What cannot be read costs no attempt, nor does a right number in another unit, or a power with ^.
 """
+import ast
+import inspect
+import linecache
 import math
 import re
 import tomllib
@@ -15,14 +18,31 @@ from pathlib import Path
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 MISSED = {}   # number of a question -> the wrong guesses so far
 SIZES = {"bytes": 1, "KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
+THREE_DIGITS = 0.005   # how far a number may be off that is rounded to three
+NO_POWER = "In Python, ^ is not a power: write 3**2 for 3²."
 
 
 def ask(question, guess=...):
     """Prints a question, and judges a guess: two misses get a hint each, the third the answer."""
     print(f"Question {question}")
     number = question.partition(":")[0]
-    print("Replace ... by your answer, then run the cell." if guess is ... else
-          reply(QUESTIONS[number], guess, MISSED.setdefault(number, set())))
+    if guess is ...:
+        print("Replace ... by your answer, then run the cell.")
+    elif has_a_caret(inspect.currentframe().f_back):
+        print(f"{NO_POWER} That was no attempt.")
+    else:
+        print(reply(QUESTIONS[number], guess, MISSED.setdefault(number, set())))
+
+
+def has_a_caret(frame):
+    """Whether the call in the line where a frame stands has a ^, which changes bits in Python."""
+    source = "".join(linecache.getlines(frame.f_code.co_filename))
+    for node in ast.walk(ast.parse(source)):
+        is_the_call = (isinstance(node, ast.Call)
+                       and node.lineno <= frame.f_lineno <= node.end_lineno)
+        if is_the_call and any(isinstance(part, ast.BitXor) for part in ast.walk(node)):
+            return True
+    return False
 
 
 def value_of(said, it):
@@ -35,7 +55,9 @@ def value_of(said, it):
         names = sorted({*re.findall(r"\w", text.upper())})
         return "none" if none else "".join(names) if names and {*names} <= {*it["of"]} else None
     if isinstance(it["answer"], list):
-        values = [*map(number_of, [] if none else said if several else [said])]
+        if not several and not none:
+            return None
+        values = [*map(number_of, [] if none else said)]
         if None in values or said == () or "ordered" in it and len(values) != len(it["answer"]):
             return None
         return tuple(values if "ordered" in it else sorted({*values}))
@@ -74,11 +96,52 @@ def form(it):
     return f"a number{' of ' + it['unit'] if 'unit' in it else ''}, such as 99 or 9 * 11"
 
 
+def misread(guess, it):
+    """What is said first of a guess that cannot be read, if it is clear what it means."""
+    asks_which = isinstance(it["answer"], list) and "ordered" not in it
+    if asks_which and number_of(guess) is not None:
+        return "Is that a count? "
+    if isinstance(it["answer"], (int, float)) and isinstance(guess, tuple) and guess:
+        return "A comma makes two numbers of one. "
+    return ""
+
+
+def known_reason(said, it):
+    """
+    The sentence for a known miss that a guess is near to, or "".
+
+    A number may be another miss in each unit. The unit that is asked for comes first, but a miss
+    that is met to three digits comes before one that is only near.
+    """
+    values = in_units(said, it.get("unit", "ones")).values()
+    near = max(2.5 * it.get("within", 0), 0.01)
+    for reach in THREE_DIGITS, near:
+        for value in values:
+            distance, sentence = nearest_miss(value, it)
+            if distance <= reach:
+                return sentence
+    return of_a_letter(said, it) if isinstance(it["answer"], str) else ""
+
+
+def nearest_miss(value, it):
+    """(how far it is, its sentence)"""
+    misses = [(off(value, value_of(wrong, it)), sentence)
+              for *wrongs, sentence in it["wrong"] for wrong in wrongs]
+    return min(misses, key=lambda miss: miss[0])
+
+
+def of_a_letter(letters, it):
+    """The sentence for the first wrong one of some letters. If none is wrong, for the first."""
+    wrong = [letter for letter in letters if letter not in value_of(it["answer"], it)]
+    distance, sentence = nearest_miss((wrong or letters)[0], it)
+    return sentence if distance == 0 else ""
+
+
 def reply(it, guess, missed):
     """What to say of a guess. missed: the wrong ones before it, to which it is added."""
     said, right, within = value_of(guess, it), value_of(it["answer"], it), it.get("within", 1e-9)
     if said is None:
-        return f"Write {form(it)}. That was no attempt."
+        return f"{misread(guess, it)}Write {form(it)}. That was no attempt."
     if off(said, right) <= within:
         return f"Right. {it['why']}"
     values = in_units(said, it.get("unit", "ones"))
@@ -86,11 +149,8 @@ def reply(it, guess, missed):
     if distance <= within:
         return f"Right in {unit}, but the question asks for {[*values][0]}. That was no attempt."
     missed.add(said)
-    distance, _, known = min((off(value, value_of(wrong, it)), i, sentence)
-                             for i, value in enumerate(values.values())
-                             for *wrongs, sentence in it["wrong"] for wrong in wrongs)
-    known = known if distance <= max(2.5 * within, 0.01) else ""
+    reason = known_reason(said, it)
     if len(missed) < 3:
-        hint = it["hints"][len(missed) - 1] if len(missed) == 2 or not known else ""
-        return " ".join(filter(None, (known, hint, "Try again.")))
-    return f"{known or 'No.'} The answer is {it['answer']}. {it['why']}"
+        hint = it["hints"][len(missed) - 1] if len(missed) == 2 or not reason else ""
+        return " ".join(filter(None, (reason, hint, "Try again.")))
+    return f"{reason or 'No.'} The answer is {it['answer']}. {it['why']}"

@@ -26,7 +26,7 @@ import torch
 from IPython import get_ipython
 from IPython.core.pylabtools import print_figure
 from IPython.display import display
-from answers import QUESTIONS, ask  # noqa: F401
+from answers import NO_POWER, QUESTIONS, ask  # noqa: F401
 from matplotlib_inline.config import InlineBackend
 
 from lab.checks.check import Check, summary
@@ -54,12 +54,23 @@ FIGURES = {"bbox_inches": "tight", "dpi": 88}   # 770 pixels fit beside a cell's
 pyplot()   # gives all figures the repository's style
 
 
-def not_yet_defined(shell, kind, error, traceback, tb_offset=None):
-    """A cell that was run before the cells above it says so; so does a name without quotes."""
+def explained(shell, kind, error, traceback, tb_offset=None):
+    """Shows an error of a cell. If it is one that beginners make, it says what to do, too."""
     shell.showtraceback((kind, error, traceback), tb_offset=tb_offset)
-    print('Letters, and "none", need quotes: guess="X Y".' if {*error.name} <= {*"ABCDEFGH"}
-          or error.name == "none" else f"Is {error.name!r} defined in a cell above? Run that one "
-          "first, or all of them: Run > Run All Above Selected Cell.")
+    if isinstance(error, NameError):
+        print(undefined(error.name))
+    if isinstance(error, SyntaxError) and "leading zeros" in str(error):
+        print("Write a number without commas: 1234, or 1_234.")
+    if isinstance(error, TypeError) and "for ^:" in str(error):
+        print(NO_POWER)
+
+
+def undefined(name):
+    """What to do about a name that is not defined: it lacks quotes, or stands in a cell above."""
+    if {*name} <= {*"ABCDEFGH"} or name == "none":
+        return 'Letters, and "none", need quotes: guess="X Y".'
+    return (f"Is {name!r} defined in a cell above? Run that one first, or all of them: "
+            "Run > Run All Above Selected Cell.")
 
 
 # --- to show -------------------------------------------------------------------------------------
@@ -188,5 +199,5 @@ def check(stage, requests, **knobs):
 
 
 if shell := get_ipython():
-    shell.set_custom_exc((NameError,), not_yet_defined)
+    shell.set_custom_exc((NameError, SyntaxError, TypeError), explained)
     InlineBackend.instance().print_figure_kwargs = FIGURES

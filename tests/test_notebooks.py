@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -42,6 +43,7 @@ import lesson  # noqa: E402
 ASKED = {number: it for number, it in lesson.QUESTIONS.items() if "answer" in it}
 KNOBS, HOLDS = lesson.QUESTIONS["knobs"], lesson.QUESTIONS["holds"]
 TAUGHT = {name: it for name, it in lesson.QUESTIONS.items() if "code" in it}
+BEGINNERS = tomllib.loads((ROOT / "tests" / "wrong_answers.toml").read_text("utf-8"))
 NUMBER = re.compile(r'ask\(\s*"(\d\.\d): ')
 SOURCES = {name: jupytext.read(FOLDER / f"{name}.py").cells for name in NAMES}
 
@@ -164,9 +166,22 @@ def test_its_first_cell_finds_the_repository_wherever_the_kernel_starts(tmp_path
 def test_a_reader_who_misspells_a_stage_or_skips_a_cell_reads_what_to_do(capsys):
     with pytest.raises(ValueError, match="'interleavd'.*'interleaved'"):
         lesson.run("interleavd", [])
-    for name, said in ("four", "Is 'four' defined in a cell above?"), ("AC", "need quotes"):
-        lesson.not_yet_defined(Mock(), NameError, NameError(name=name), None)
-        assert said in capsys.readouterr().out
+    for error, said in [(NameError(name="four"), "Is 'four' defined in a cell above?"),
+                        (NameError(name="AC"), "need quotes"),
+                        (error_of("guess = 47,063"), "without commas"),
+                        (error_of("0.9 * 40 * 2^30"), "^ is not a power"),
+                        (error_of("1 +"), ""), (error_of("1 + 'a'"), "")]:
+        lesson.explained(shell := Mock(), type(error), error, None)
+        shell.showtraceback.assert_called_once()
+        printed = capsys.readouterr().out
+        assert said in printed and bool(said) == bool(printed)
+
+
+def error_of(code):
+    try:
+        exec(code)
+    except Exception as error:
+        return error
 
 
 # --- questions ------------------------------------------------------------------------------------
@@ -209,11 +224,18 @@ def test_two_misses_get_a_hint_each_and_the_third_gets_the_answer():
         f"No. The answer is 13. {it['why']}", f"Right. {it['why']}"]
 
 
+def is_right(number, it):
+    """Whether a size is right in some unit."""
+    sizes = [number * size / answers.SIZES[it["unit"]] for size in answers.SIZES.values()]
+    return any(abs(size / it["answer"] - 1) <= it["within"] for size in sizes)
+
+
 @pytest.mark.parametrize("number", ASKED)
 def test_a_known_miss_is_named_unrounded_and_in_thousands_too(number):
     it = ASKED[number]
     assert replies(it, it["answer"]) == [f"Right. {it['why']}"]
     assert len({str(answers.value_of(wrong, it)) for wrong, _ in misses(it)}) >= 4
+    sentences = [sentence for _, sentence in misses(it)]
     for wrong, sentence in misses(it):
         others = [each for each, _ in misses(it) if each != wrong][:2]
         assert replies(it, wrong, wrong) == [f"{sentence} Try again."] * 2   # the same: one miss
@@ -221,8 +243,9 @@ def test_a_known_miss_is_named_unrounded_and_in_thousands_too(number):
         assert said.startswith(f"{sentence} The answer is ") and said.endswith(it["why"])
         if isinstance(wrong, (int, float)):
             assert replies(it, 1.0004 * wrong) == [f"{sentence} Try again."]
-            for each in 1e3 * wrong, wrong / 1e3:   # it may be another miss as well
-                assert replies(it, each)[0].removesuffix(" Try again.") in dict(misses(it)).values()
+            for each in 1e3 * wrong, wrong / 1e3:   # it may be another miss, or right in MiB
+                reply = replies(it, each)[0].removesuffix(" Try again.")
+                assert reply in sentences or reply.startswith("Right in") and is_right(each, it)
 
 
 @pytest.mark.parametrize("number", ASKED)
@@ -238,7 +261,7 @@ def test_what_cannot_be_read_costs_no_attempt_and_the_form_wanted_is_no_hint(num
 @pytest.mark.parametrize("number, guess, said", [
     ("2.5", "D, F", "Right."), ("2.5", "fd", "Right."), ("2.5", ["D", "F"], "Right."),
     ("3.3", "none", "Right."), ("1.3", [], "Right."), ("1.3", "none", "Right."),
-    ("1.1", [6, 5, 4, 3, 3], "Right."), ("1.1", range(3, 7), "Right."), ("5.7", 2, "Right."),
+    ("1.1", [6, 5, 4, 3, 3], "Right."), ("1.1", range(3, 7), "Right."), ("5.7", [2.0], "Right."),
     ("2.4", torch.tensor(13), "Right."), ("2.4", np.float32(13), "Right."),
     ("7.5", torch.tensor([8, 8]), "Right."), ("1.4", 69, "Right."), ("6.2", 17, "Right."),
     ("1.4", 64, "Right in GiB, but the question asks for GB."), ("1.4", 2**36, "Right in bytes"),
@@ -251,6 +274,59 @@ def test_a_guess_is_a_value_of_python_in_any_unit(number, guess, said):
     assert reply.startswith(said)
     assert reply.endswith("That was no attempt.") == said.startswith("Right in")
     assert bool(missed) == said.startswith("That")
+
+
+@pytest.mark.parametrize("number", BEGINNERS)
+def test_what_beginners_answer_is_named_and_named_rightly(number):
+    for guess, words in BEGINNERS[number]:
+        reply = answers.reply(ASKED[number], guess, missed := set())
+        if words:
+            assert words in reply, guess
+        else:
+            assert reply == f"{ASKED[number]['hints'][0]} Try again.", guess
+        assert bool(missed) == ("no attempt" not in reply), guess
+
+
+@pytest.mark.parametrize("number", [number for number, it in ASKED.items()
+                                    if isinstance(it["answer"], (int, float))])
+def test_a_number_that_is_near_to_no_known_miss_gets_a_hint_and_no_reason(number):
+    """A reason reaches as far as rounding does: 1%, or two and a half times what is asked for."""
+    it = ASKED[number]
+    reach, known = max(0.01, 2.5 * it.get("within", 0)), [it["answer"], *(w for w, _ in misses(it))]
+    units = [size / answers.SIZES.get(it.get("unit"), 1) for size in answers.SIZES.values()]
+    factors = [1, 1e3, 1e-3, *(units if it.get("unit") in answers.SIZES else [])]
+    tried = 0
+    for wrong in filter(None, known):
+        for guess in (1 - 1.2 * reach) * wrong, (1 + 1.2 * reach) * wrong:
+            is_near = any(abs(guess * factor / value - 1) <= reach
+                          for factor in factors for value in known if value)
+            if not is_near:
+                tried += 1
+                assert replies(it, guess) == [f"{it['hints'][0]} Try again."], guess
+    assert tried
+
+
+@pytest.mark.parametrize("number, guess, first", [
+    ("1.1", 4, "Is that a count? Write a list"), ("1.3", 0, "Is that a count? Write a list"),
+    ("5.7", 2, "Is that a count? Write a list"), ("7.5", 8, "Write a list of 2 numbers"),
+    ("1.2", (4, 900), "A comma makes two numbers of one. Write a number")])
+def test_what_cannot_be_read_is_told_what_it_may_mean(number, guess, first):
+    reply = answers.reply(ASKED[number], guess, missed := set())
+    assert reply.startswith(first) and reply.endswith("That was no attempt.") and not missed
+
+
+@pytest.mark.parametrize("call, said", [
+    ("guess=70^2)", f"{answers.NO_POWER} That was no attempt.\n"),
+    ("\n    guess=7 * (70^2))", f"{answers.NO_POWER} That was no attempt.\n"),
+    ("guess=70**2)   # 70^2", "Right."), ("guess=68); 70^2", "A score belongs to a query"),
+    ("guess=...)", "Replace ... by your answer")])
+def test_a_power_with_a_caret_costs_no_attempt(call, said, capsys):
+    text = f"answers.ask('1.2: How many?', {call}\n"
+    linecache.cache["<a cell>"] = len(text), None, text.splitlines(True), "<a cell>"
+    with patch.dict(answers.MISSED, clear=True):
+        exec(compile(text, "<a cell>", "exec"))
+        assert bool(answers.MISSED.get("1.2")) == ("68" in call)
+    assert capsys.readouterr().out.startswith(f"Question 1.2: How many?\n{said}")
 
 
 @pytest.mark.parametrize("name", KNOBS)
