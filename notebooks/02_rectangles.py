@@ -12,6 +12,7 @@ from lesson import run_all, show, sizes, source, texts, timelines, tokenizer, wo
 from exercises import exercise
 import torch
 from generate_dynamic import Rectangle, admit, still_running
+from model import Head
 
 requests = texts("Return the value of this function if", "The class", "Return True if the")
 for request in requests:
@@ -39,8 +40,45 @@ for pads, row in zip(prefill.batch.pads.tolist(), prefill.batch.tokens.tolist())
 show({"naive, step 0": prefill}, label=word);
 
 # %% [markdown]
-# What does a pad's own query see? It does not matter, so its row is hatched: no token ever looks at
-# a pad's key or value, and its logits are not used.
+# ### Break it: no padding mask
+#
+# Is this mask needed, if the causal rule is there anyway? Here is the same batch without it: each
+# slot sees its own row up to itself, and only the causal rule hides anything.
+
+# %%
+ask("2.1: Without the padding mask, which of A, B and C still pass the check?", guess=...)
+
+# %%
+with folded(), broken("no padding mask"):
+    check("naive", requests)
+    show({"naive without its padding mask": look("naive", requests, step=0)}, label=word)
+
+# %% [markdown]
+# The causal rule cannot help: it hides what comes *after* a token, and the pads come *before* it.
+# So each token of B and C sees all pads of its row. To the softmax a pad's key is a key like any
+# other. It takes a share of the weight, and the pad's value is mixed into the token's output.
+#
+# What of a pad does the harm? One head, two pads in slots 0 and 1, three tokens in slots 2 to 4. The
+# pads get another query, or another key. Which tokens' outputs change?
+
+# %%
+def changed_tokens(what, mask):
+    """The tokens whose output changes if the pads' q, k or v (`what`) is another one."""
+    before = {name: torch.randn(5, 8) for name in "qkv"}
+    after = before | {what: torch.cat([torch.randn(2, 8), before[what][2:]])}
+    first, second = (Head()(*qkv.values(), mask=mask) for qkv in (before, after))
+    return [slot for slot in (2, 3, 4) if not torch.allclose(first[slot], second[slot])]
+
+no_pads = torch.arange(5) >= 2   # True where a key may be seen
+for title, mask in ("with the padding mask", no_pads), ("without it", None):
+    print(f"{title:21}  another query changes {changed_tokens('q', mask)}, "
+          f"another key {changed_tokens('k', mask)}")
+
+# %% [markdown]
+# A pad's own *query* never matters. It decides what the pad's own output is made of, and nobody
+# reads that: its logits are not used. (The next layer makes the pad's key and value of it, but the
+# mask hides these again.) So a pad's row is hatched in the pictures, whatever it sees. A pad's
+# *key* matters as soon as a token sees it. So a padding mask closes columns, not rows.
 #
 # ## Why on the left?
 #
@@ -160,8 +198,8 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 #
 # The way out is to ask at every step which requests are finished and which may start. The stage
 # *dynamic* does so. These two functions are all of its scheduling. (`kv_capacity` is the room that
-# a request needs at most: its prompt and its longest answer, less 1, as the last token is never
-# computed.)
+# a request needs at most: its prompt and its longest answer, less 1. For the last token of an answer
+# is never computed: no token comes after it, so nobody needs its key.)
 
 # %%
 source(still_running)
