@@ -58,8 +58,8 @@ with folded(), broken("no padding mask"):
 # So each token of B and C sees all pads of its row. To the softmax a pad's key is a key like any
 # other. It takes a share of the weight, and the pad's value is mixed into the token's output.
 #
-# What of a pad does the harm? One head, two pads in slots 0 and 1, three tokens in slots 2 to 4. The
-# pads get another query, or another key. Which tokens' outputs change?
+# What of a pad does the harm? Here is one head, with two pads in slots 0 and 1, and three tokens in
+# slots 2 to 4. The pads get another query, or another key. Which tokens' outputs change?
 
 # %%
 def changed_tokens(what, mask):
@@ -198,8 +198,8 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 #
 # The way out is to ask at every step which requests are finished and which may start. The stage
 # *dynamic* does so. These two functions are all of its scheduling. (`kv_capacity` is the room that
-# a request needs at most: its prompt and its longest answer, less 1. For the last token of an answer
-# is never computed: no token comes after it, so nobody needs its key.)
+# a request needs at most: its prompt and its longest answer, less 1. The last token of an answer is
+# never computed: no token comes after it, so nobody needs its key.)
 
 # %%
 source(still_running)
