@@ -49,20 +49,39 @@ gaps(results("gaps"));
 source(Scheduler.schedule)
 
 # %% [markdown]
-# No line says that decodes come first. And yet no decode ever waits for a prompt: a newcomer is
-# admitted only if all requests before it got all they need. So at most the *last* one that runs has
-# a part of its prompt left, and all decodes stand before it.
-#
-# ## By hand
-#
-# Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
-# step 0, and each wants many tokens.
+# No line says that decodes come first. And yet no decode ever waits for a prompt. For at most one
+# request that runs is *half done*, with a part of its prompt left, and it is always the last. Why?
+# An example with 8 tokens a step. A and B are there at step 0; C brings a prompt of 10 tokens to
+# step 1, D one of 6 to step 2, and E one of 9 to step 3. `C:6` is six tokens of C:
 
 # %% jupyter={"source_hidden": true}
 def plans(requests, **knobs):
     """What each step computes: ["A:3 B:2 C:3", ...], three tokens of A and so on."""
     passes = run("interleaved", requests, **knobs).passes
     return [" ".join(f"{name}:{n}" for name, _, n in p.work) for p in passes]
+
+# %%
+newcomers = letters(A=3, B=2, C=10, D=6, E=9, new=20, arrivals={"C": 1, "D": 2, "E": 3})
+for step, plan in enumerate(plans(newcomers, token_budget=8)[:5]):
+    print(f"step {step}: {plan}")
+
+# %% [markdown]
+# 1. In step 1, A and B decode, and C gets the other 6 tokens. C is half done: 4 of its 10 tokens
+#    are left. It is so *because the budget is used up*, and for the same reason nobody is admitted
+#    after C in this step.
+# 2. In step 2, A and B decode, and C gets its 4. Now 2 tokens of the budget are left, so D is
+#    admitted, after C. It gets 2 of its 6, the budget is used up, and D is the one that is half
+#    done. C no longer is.
+# 3. In step 3, A, B and C decode, D gets its 4, and E the last token of the budget.
+#
+# So a request that is half done is the last that runs: nobody is admitted after it in the step that
+# cuts its prompt, nor in any later step until a step gives it all that is left of its prompt. The
+# requests before it need one token each, and come first.
+#
+# ## By hand
+#
+# Three requests, at most 8 tokens a step. A's prompt has 3 tokens, B's 2, C's 12. All are there at
+# step 0, and each wants many tokens.
 
 # %%
 ask("3.1: How many tokens of C do steps 0, 1 and 2 compute? (a list: [.., .., ..])", guess=...)
@@ -230,9 +249,10 @@ with broken("pads written to the cache"):
 # D has no pads in its row, so the mistake spares it. A, B and C have cached a pad where a token
 # belongs.
 #
-# ## What the fused rectangle wastes
+# ## What fusing costs
 #
-# A prompt of n tokens arrives, and B − 1 requests decode. How many pads does the step compute?
+# A prompt of n tokens arrives, and B − 1 requests decode. All share one rectangle. How many pads
+# does the step compute?
 
 # %% jupyter={"source_hidden": true}
 def pads(n, B):
@@ -250,6 +270,40 @@ with folded():
     for n, B in (100, 8), (200, 8), (100, 16), (200, 16):
         print(f"n = {n}, B = {B:2}: {pads(n, B):5,} pad slots")
 
+# %% [markdown]
+# ## What fusing saves
+#
+# A pass reads all weights once, whatever it computes: for Llama 2 7B that is 13.2 GB (notebook 6).
+# *Chunked* makes two passes in each step that has both decodes and a chunk, *interleaved* one.
+
+# %% jupyter={"source_hidden": true}
+def prompt_beside_decodes(stage):
+    """The passes from the arrival of a prompt of 250 tokens, beside four decodes, to its end."""
+    requests = letters(r1=4, r2=4, r3=4, r4=4, N=250, new=20, arrivals={"N": 1})
+    requests[-1].max_new_tokens = 1
+    trace = run(stage, requests, token_budget=64)
+    last = trace.requests[-1].token_steps[0]
+    return [p for p in trace.passes if 1 <= p.step <= last]
+
+# %%
+ask("3.7: Four requests decode, and a prompt of 250 tokens arrives. A step has 64 tokens. How many "
+    "GB of weights does fusing save until that prompt is computed? (13.2 GB a pass)", guess=...)
+
+# %%
+with folded():
+    for stage in "chunked", "interleaved":
+        passes = prompt_beside_decodes(stage)
+        print(f"{stage:11} {len(passes):2} passes, {13.2 * len(passes):5.1f} GB of weights read, "
+              f"{sum(p.pad_slots for p in passes):3} pad slots computed")
+
+# %% [markdown]
+# When does the rectangle win? If its pads cost less time than reading the weights once more. How
+# many rows a machine computes while it reads the weights once is a number of that machine: some 153
+# for an A100, and far fewer for a CPU. So few decodes beside a narrow chunk are best fused, and
+# many beside a wide one are not. Notebook 6 asks where the two meet.
+#
+# Here are the eight requests of the tour again:
+
 # %%
 counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batch=4,
                token_budget=16), slots="slots", padding="pad_slots", padded_keys="padded_keys")
@@ -257,10 +311,9 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # %% [markdown]
 # (*Padded keys* are those that attention reads beside the requests' own.)
 #
-# The fused pass reads the weights once a step instead of twice, and pays with padding. So it is
-# often *slower* than the two passes of *chunked*, on a CPU, and beside a long chunk on a GPU as
-# well (notebook 6). One pass is right; the rectangle is not. Notebook 4 keeps the pass and drops
-# the rectangle.
+# With all these pads the fused pass is often *slower* than the two passes of *chunked*, on a CPU,
+# and beside a long chunk on a GPU as well. One pass is right; the rectangle is not. Notebook 4
+# keeps the pass and drops the rectangle: then fusing costs nothing, and saves the same.
 #
 # **Turn this knob.** Take a `token_budget` of 4 in the last cell, and then of 64. Predict first:
 # which of the counts of *interleaved* becomes larger, and which smaller?
