@@ -297,10 +297,10 @@ with folded():
               f"{sum(p.pad_slots for p in passes):3} pad slots computed")
 
 # %% [markdown]
-# When does the rectangle win? If its pads cost less time than reading the weights once more. How
-# many rows a machine computes while it reads the weights once is a number of that machine: some 153
-# for an A100, and far fewer for a CPU. So few decodes beside a narrow chunk are best fused, and
-# many beside a wide one are not. Notebook 6 asks where the two meet.
+# When does the rectangle win? If computing all its slots, pads included, takes less time than
+# reading the weights twice. How many rows a machine computes while it reads the weights is a number
+# of that machine: some 153 for an A100, and far fewer for a CPU. So few decodes beside a narrow
+# chunk are best fused, and many beside a wide one are not. Notebook 6 asks where the two meet.
 #
 # Here are the eight requests of the tour again:
 

@@ -14,9 +14,15 @@
 # %%
 from lesson import ask, figures, folded, letters, lines, on_a100
 from exercises import BANDWIDTH, PARAMETERS, PEAK, exercise
+import functools
 import math
 import random
 import torch
+from unittest.mock import patch
+import generate_chunked
+import generate_interleaved
+from generate_dynamic import Rectangle
+from generate_ragged import Flat
 from lab.views.report import latencies
 
 # %% [markdown]
@@ -173,6 +179,71 @@ with folded():
 #   gap between two tokens contains a prompt. With *chunked*, the first requests already decode
 #   while the last prompts are computed. If a figure contradicts the purpose of a method, ask what
 #   was measured.
+#
+# ## What fusing is worth
+#
+# *Interleaved* does in one pass what *chunked* does in two. So it reads the weights half as often
+# (notebook 3), and yet it is slower. Is it wrong to fuse, then? Two other costs are in its way:
+# pads, and copied pasts. We take them away one by one, from both stages, with the same 32 requests.
+# *Free copies* is a rectangle whose copies take no time. *Stream* is the layout of *ragged*, which
+# has neither copies nor pads.
+
+# %% jupyter={"source_hidden": true}
+class FreeCopies(Rectangle):
+    def cost(self):
+        return super().cost() | {"copied_bytes": 0}
+
+def with_layout(module, layout):
+    """A stage that plans as this module's does, with another layout than its rectangle."""
+    @functools.wraps(module.generate)
+    def generate(*args, **knobs):
+        with patch.object(module, "Rectangle", layout):
+            return module.generate(*args, **knobs)
+    return generate
+
+# %%
+layouts = {"rectangle": Rectangle, "free copies": FreeCopies, "stream": Flat}
+planners = {"two passes": generate_chunked, "one pass": generate_interleaved}
+fusion = {}
+for layout in layouts:
+    for planner in planners:
+        stage = with_layout(planners[planner], layouts[layout])
+        f = fusion[layout, planner] = figures(on_a100(stage, many, max_batch=32, token_budget=512))
+        print(f"{layout:12} {planner:10} {f['tokens_per_s']:8.0f} tokens/s "
+              f"{f['itl_ms']['p99']:6.0f} ms ITL p99")
+
+# %% [markdown]
+# Compare the two lines of each layout. In a rectangle, one pass is slower even if copies are free:
+# so its pads are to blame. In a stream, one pass is faster: 5% more tokens a second here, and a
+# shorter p99. That is what fusing is worth by itself. It is more if a pass has few rows: then
+# reading the weights is nearly all that it does.
+#
+# And in a rectangle, with few pads? Seven requests decode, and a chunk of n tokens is computed
+# beside them: either in two passes, or in one rectangle of 8 rows, n wide.
+
+# %%
+ask("6.4: By the two limits of question 6.1 alone: up to which n is the rectangle at least as fast "
+    "as the two passes?", guess=...)
+
+# %% jupyter={"source_hidden": true}
+def step_beside_a_chunk(n, layout, planner):
+    """ms of the step in which a prompt of n tokens arrives beside seven that decode."""
+    requests = [*letters(30, **{f"r{i}": 8 for i in range(7)}), *letters(2, {"N": 5}, N=n)]
+    stage = with_layout(planners[planner], layouts[layout])
+    passes = on_a100(stage, requests, max_batch=8, token_budget=1024).passes
+    return 1e3 * sum(p.seconds for p in passes if p.step == 5)
+
+# %%
+widths = 2, 4, 8, 16, 24, 32, 48, 64
+ways = {"two passes": ("free copies", "two passes"), "one rectangle": ("free copies", "one pass"),
+        "one stream": ("stream", "one pass")}
+with folded():
+    lines({name: [(n, step_beside_a_chunk(n, *way)) for n in widths] for name, way in ways.items()},
+          log=True, xlabel="tokens of the chunk, beside 7 decodes", ylabel="ms, calculated")
+
+# %% [markdown]
+# With what a GPU reaches of its data sheet, the lines of the two passes and of the rectangle meet
+# near 28. The stream is always faster: it saves the second reading, and has no pads to pay for.
 #
 # ## A price of speed: the last bits
 #

@@ -167,9 +167,10 @@ def cost_of_rows():
 
 def on_a100(stage, requests, **knobs):
     """A stage's run of Llama 2 7B on an A100, calculated, with those knobs that it has."""
-    return simulate(MODELS["llama-2-7b"], GPUS["a100"], STAGES[stage],
+    generate = generate_of(stage)
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate,
                     [replace(request) for request in requests],
-                    **knobs_of(STAGES[stage], knobs)[0])
+                    **knobs_of(generate, knobs)[0])
 
 
 def counts(traces, **columns):
