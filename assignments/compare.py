@@ -158,20 +158,45 @@ def told(case):
     return cut(", ".join(said))
 
 
-def words(value):
-    """A value as it is read: a plan as A1 B2."""
+def words(value, digits=10):
+    """A value as it is read: a plan as A1 B2, and floats with so many digits."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {words(each)}" for key, each in value.items()) or "{}"
+        return ", ".join(f"{key} {words(each, digits)}" for key, each in value.items()) or "{}"
     if isinstance(value, list):
         if value and all(isinstance(each, list) and len(each) == 2 and type(each[1]) is int
                          and NAME.fullmatch(str(each[0])) for each in value):
             return " ".join(f"{name}{n}" for name, n in value)
-        return "[" + ", ".join(map(words, value)) + "]"
-    return str(float(f"{value:.10g}") if isinstance(value, float) else value)
+        return "[" + ", ".join(words(each, digits) for each in value) + "]"
+    return str(rounded(value, digits) if isinstance(value, float) else value)
+
+
+def rounded(value, digits):
+    """A float with so many digits, or more if there are more before its point."""
+    if not math.isfinite(value):
+        return value
+    return float(f"{value:.{max(digits, len(str(int(abs(value)))))}g}")
+
+
+def both_in_words(value, right):
+    """A value and what is right, with as few digits as tell them apart; of 1 and "1" the types."""
+    for digits in 3, 10:
+        said, expected = cut(words(value, digits)), cut(words(right, digits))
+        if said != expected:
+            return said, expected
+    return tuple(f"{each!r:.150} ({type(each).__name__})" for each in (value, right))
 
 
 def cut(text, most=200):
     return text if len(text) <= most else text[:most - 3] + "..."
+
+
+def first_wrong(part, answers):
+    """Which of the cases is the first that is wrong, or has no answer; None if all are right."""
+    within = part.get("within", TOLERANCE)
+    for i, (got, right) in enumerate(zip_longest(answers, part["right"])):
+        if not (got and right and alike(got, right, within)):
+            return i
+    return None
 
 
 def fault(part, answers, ended="", mine=lambda file, line: file):
@@ -182,11 +207,11 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
     mine: (file, line) -> how to call the file, if code that is judged stands there; else None
     """
     within = part.get("within", TOLERANCE)
-    i, got, right = next((
-        (i, got, right) for i, (got, right) in enumerate(zip_longest(answers, part["right"]))
-        if not (got and right and alike(got, right, within))), (None, None, None))
+    i = first_wrong(part, answers)
     if i is None:
         return None
+    got = answers[i] if i < len(answers) else None
+    right = part["right"][i]
     call, *given = part["cases"][i].items()
     case = told(dict(given))
     what = f"{call[1]}, with {case}" if case else call[1]
@@ -200,9 +225,7 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
     verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
     lacks = " (is a `return` missing?)" if value in (None, "nothing") and where in (
         "", "it returns", "shape and dtype", "the kind of what it returns") else ""
-    said, expected = cut(words(value)), cut(words(right))
-    if said == expected:   # 1 and "1"
-        said, expected = (f"{each!r:.150} ({type(each).__name__})" for each in (value, right))
+    said, expected = both_in_words(value, right)
     return f"{because}{what}: {verb}{said}, expected {expected}{lacks}"
 
 

@@ -10,11 +10,12 @@ a child (kit.py). A notebook judges one function in its own process: `fault_of(n
 """
 import importlib.util
 import inspect
+import io
 import json
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +24,7 @@ ROOT = HERE.parent
 # Ahead of installed packages of the same names. calls.py imports probes.py, as in a student's copy
 sys.path[:0] = [str(HERE), str(ROOT)]
 from child import answer  # noqa: E402
-from compare import alike, fault  # noqa: E402
+from compare import alike, fault, first_wrong  # noqa: E402
 
 from lab.checks.edits import function_named, put_in, swapped  # noqa: E402
 from lab.checks.mistakes import mistakes_in  # noqa: E402
@@ -66,10 +67,44 @@ def answers_to(number, cases):
     """What the code in this process gives, up to what a caller's alarm has stopped."""
     calls, found = module_of(number, "calls"), []
     for case in json.loads(json.dumps(cases)):   # a call may change what it gets
-        found.append(answer(getattr(calls, case.pop("call")), **case))
+        found.append(answer_and_prints(getattr(calls, case.pop("call")), **case))
         if found[-1].get("error", {}).get("type") == "TimeoutError":
             break
     return found
+
+
+class Held(io.StringIO):
+    """Takes what code prints, and keeps the beginning: a loop may print for ever."""
+
+    def write(self, text):
+        if self.tell() < 4000:
+            super().write(text)
+        return len(text)
+
+
+def prints_held():
+    """For a `with` block: what is printed in it is not shown. Its value is a Held."""
+    return redirect_stdout(Held())
+
+
+def answer_and_prints(call, **arguments):
+    """What a call gives, as child.answer says it; and what it prints, if it does: "printed"."""
+    with prints_held() as printed:
+        given = answer(call, **arguments)
+    if text := printed.getvalue():
+        given["printed"] = text
+    return given
+
+
+def with_prints(said, part, answers, most=10):
+    """What is wrong with code, and the first lines that it prints in the case that shows it."""
+    said = said.rstrip(".") + "."
+    i = first_wrong(part, answers)
+    lines = answers[i].get("printed", "").splitlines()
+    if not lines:
+        return said
+    more = ["..."] * (len(lines) > most)
+    return "\n  ".join([f"{said} In this case your code prints:", *lines[:most], *more])
 
 
 class Mistaken(Sequence):
@@ -144,17 +179,23 @@ def wrong_parameters(mine, wanted):
     return None
 
 
-def fault_of(number, name, mine, file):
-    """What is wrong with `mine` in the place of one of our functions; None if it is right."""
+def fault_of(number, name, mine, file, around=None):
+    """
+    What is wrong with `mine` in the place of one of our functions, and what it prints then; None if
+    it is right. around: a context in which it runs; ours does not
+    """
     if said := wrong_parameters(mine, [*inspect.signature(function_named(name)).parameters]):
-        return said
+        return f"{said}."
     part = next(part for part, (_, _, functions) in parts_of(number).items() if name in functions)
     calls = parts_of(number)[part][2][name].split()
     cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
     made = record(number, part, cases, name)
-    with placed(name, mine):
+    with around or nullcontext(), placed(name, mine):
         answers = answers_to(number, cases)
+    made["cases"] = [{**case, "call": mine.__name__} for case in cases]   # as a reader calls it
     said = fault(made, answers, mine=lambda where, line: "this cell" if where == file else None)
-    if said and "super(): " in said:   # what Python says of it helps nobody
-        return f"`super()` works only inside a class, so name the class that you mean. {said}"
-    return said
+    if said is None:
+        return None
+    if "super(): " in said:   # what Python says of it helps nobody
+        said = f"`super()` works only inside a class, so name the class that you mean. {said}"
+    return with_prints(said, made, answers)

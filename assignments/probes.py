@@ -8,7 +8,7 @@ from collections import deque
 from cache import KV
 from request import Request
 
-LAYERS = "a", 0   # of attention: any key is a layer
+LAYERS = 3, 0   # of attention: numbers that are no places in a list of two
 
 # --- what goes in ---------------------------------------------------------------------------------
 
@@ -19,7 +19,7 @@ def requests_of(rows, context_length=24):
     """
     requests = []
     for i, row in enumerate(rows):
-        row = {name: value for name, value in row.items() if name not in ("n", "pages")}
+        row = {name: value for name, value in row.items() if name not in ("n", "pages", "shares")}
         prompt, generated = (tokens_of(row.pop(name, 0), i + 3 * (name == "generated"))
                              for name in ("prompt", "generated"))
         request = Request(prompt, row.pop("new", len(generated) + 8), seed=i,
@@ -88,14 +88,18 @@ def changes_of(requests, before):
 def in_queue(queue, running, waiting, call):
     """
     What a call returns and changes in the middle of a scheduler's run. It gets all requests, which
-    are made of such rows and hold their memory.
+    are made of such rows and hold their memory. The first pages of a row may be those of the first
+    request: so many as it `shares`.
     """
     requests = requests_of([*running, *waiting])
     queue.running, queue.waiting = requests[:len(running)], deque(requests[len(running):])
     for request, row in zip(queue.running, running):
         if hasattr(queue, "pool"):
+            shares = row.get("shares", 0)
             request.block_table = []
-            queue.pool.allocate(request.block_table, row["pages"])
+            if shares:
+                queue.pool.share(request.block_table, requests[0].block_table[:shares])
+            queue.pool.allocate(request.block_table, row["pages"] - shares)
         else:
             cache_for(request)
     before, tables = facts_of(requests), [[*(each.block_table or [])] for each in requests]
@@ -108,9 +112,9 @@ def in_queue(queue, running, waiting, call):
         found["pages stay where they are in their tables"] = all(
             not each.block_table or [*each.block_table[:len(table)]] == table
             for each, table in zip(requests, tables))
-        found["the pool"] = [*page_faults(
-            [each.block_table for each in requests if each.block_table is not None],
-            [*queue.pool.free_queue], queue.pool.number)]
+        found["free_queue is a"] = type(queue.pool.free_queue).__name__
+        found["the pool"] = pool_faults(
+            queue.pool, [each.block_table for each in requests if each.block_table is not None])
         for each in requests:
             if isinstance(each.block_table, list):
                 each.block_table.append("a page")   # shows in a table that serves several requests
@@ -123,6 +127,24 @@ def cache_of(request, requests):
     shared = ", shared" * ([each.kv for each in requests].count(request.kv) > 1)
     its, capacity = getattr(request.kv, "its", "a new one"), getattr(request.kv, "capacity", "no")
     return f"{its}, of {capacity}{shared}"
+
+
+def pool_faults(pool, tables):
+    """What is wrong with a pool, in sentences. tables: all block tables"""
+    free = [*pool.free_queue]
+    if hasattr(pool, "ref_count"):
+        return [*count_faults(tables, free, pool.ref_count)]
+    return [*page_faults(tables, free, pool.number)]
+
+
+def count_faults(tables, free, ref_count):
+    """What is wrong with a pool whose pages may be in several block tables. Sentences."""
+    for page, count in enumerate(ref_count):
+        holders = sum(page in table for table in tables)
+        if count != holders:
+            yield f"page {page} is in {holders} block tables, and its ref_count is {count}"
+        if free.count(page) != (holders == 0):
+            yield f"page {page} is in {holders} block tables, {free.count(page)} times free"
 
 
 def page_faults(tables, free, number):
@@ -246,9 +268,19 @@ def layout_of(batch, *names, context_length=24):
 
 
 def written(buffer):
-    """A cache's buffer to its last token, and how long it is."""
+    """What is in a cache's buffer, token by token, and how long it is."""
+    if buffer is None:
+        return {}
+    buffer = buffer.reshape(-1, *buffer.shape[-2:])   # a batch axis of 1 is as good as none
     last = buffer.ne(0).any(dim=-1).any(dim=0).nonzero().flatten().tolist()[-1:]
-    return [buffer.size(-2), buffer[:, :1 + max(last, default=-1)]]
+    tokens = by_token(buffer[:, :1 + max(last, default=-1)].transpose(0, 1))
+    return {**tokens, "room, in tokens": buffer.size(-2)}
+
+
+def by_token(values):
+    """A tensor (tokens, heads, features) as it is read: {"token 0": {"head 0": features, ...}}"""
+    return {f"token {t}": {f"head {h}": features for h, features in enumerate(heads)}
+            for t, heads in enumerate(values)}
 
 
 def attended(batch, heads=2, size=3, least=0):
@@ -268,14 +300,17 @@ def attended(batch, heads=2, size=3, least=0):
                   "q, k and v are unchanged": torch.equal(given, before)}
         if torch.is_tensor(out[0]) and out[0].shape == given.shape[1:]:
             flat = out[0].transpose(-3, -2).reshape(-1, heads, size)
-            found |= {f"layer {layer}, the output for {request.name}": flat[slots_of(batch, b)]
-                      for b, (request, _) in enumerate(batch.plan)}
+            for b, (request, _) in enumerate(batch.plan):
+                output = by_token(flat[slots_of(batch, b)])
+                found[f"layer {layer}, the output for {request.name}"] = output
             found["all of the output is finite"] = bool(out[0].isfinite().all())   # of pads, too
         for request, _ in batch.plan:
-            buffers = request.kv and (request.kv.k.get(layer), request.kv.v.get(layer))
-            found[f"layer {layer}, the cache of {request.name}"] = buffers and [
-                "nothing is written" if each is None else   # a batch axis of 1 is as good as none
-                written(each.reshape(-1, *each.shape[-2:])) for each in buffers]
+            if request.kv is None:
+                found[f"{request.name}'s cache"] = "none"
+                continue
+            for name, buffers in ("keys", request.kv.k), ("values", request.kv.v):
+                found[f"layer {layer}, the {name} in {request.name}'s cache"] = written(
+                    buffers.get(layer))
     return found | plan_in(batch)
 
 

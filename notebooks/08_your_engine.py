@@ -29,9 +29,9 @@ from scheduler import Scheduler
 # change tokens. Write one function, judge it, and go on: those that are still blank do not matter.
 # Once a step is right, its stage serves four requests with your functions.
 #
-# In its sentences A, B, ... are the requests in their order; `A2 B1` is a plan; for a request that
-# is `refused`, `admit` returns False; `finds 2` says that `admit` finds two computed tokens, and
-# `room 6` that a step has memory for 6 new tokens.
+# You may `print` in your functions: of the case that fails, `judge` shows the first ten lines. In
+# its sentences A, B, ... are the requests in their order, and `A2 B1` is a plan: 2 tokens of A, 1
+# of B.
 #
 # ## Step 1: which request computes how much?
 #
@@ -48,31 +48,46 @@ from scheduler import Scheduler
 # method of `Scheduler`, so it begins with `self`. It finds there `self.running`, a list, and
 # `self.waiting`, a deque, both in order of arrival; `self.token_budget` and `self.max_batch`.
 #
-# 1. Each request in `self.running` gets its `todo`, or what is left of the budget. Before that, ask
-#    `self.make_room(request, n)`, which returns whether its next n tokens have room in memory. If
-#    memory is short, this call itself takes requests from the *end* of `self.running` and puts them
-#    into `self.waiting`; it returns False if this one is among them. They are not in the plan.
+# 1. Each request in `self.running` gets its `todo`, or what is left of the budget. A request that
+#    gets 0 tokens is not in the plan. Before one gets n tokens, ask `self.make_room(request, n)`:
+#    do they have room in memory? If memory is short, this call takes requests from the *end* of
+#    `self.running` and puts them into `self.waiting`. It returns False if this request is among
+#    them. Those that are taken are not in the plan.
 # 2. Then newcomers get the rest. The first of `self.waiting` moves to the end of `self.running` as
 #    long as
 #    - some of the budget is left, and fewer than `max_batch` requests run;
 #    - it has arrived: `self.arrived(step)`, which looks at the first of `self.waiting`;
-#    - `self.admit(request)` returns True. That gives it memory, so ask last: then it must start.
+#    - `self.admit(request)` returns True. That gives it memory. So ask this last: a request that
+#      has memory must start.
 #
 #    It gets its `todo` (only now: `admit` may have found computed tokens), or what is left. Ask
 #    `make_room` for it, too: that succeeds.
 # 3. If the first in the queue cannot start, none behind it does. And in a step in which `make_room`
 #    took a request from `self.running`, none is admitted: it would come back at once.
-# 4. If the plan is empty although a request runs or has arrived, it would be so in every step.
-#    Raise a `RuntimeError` whose text contains `str(request)` of the first that runs; if none runs,
-#    of the first that waits. (If none runs and none has arrived, an empty plan is right.)
+# 4. A plan may be empty only if no request runs and none has arrived. In any other case an empty
+#    plan changes nothing, so the next one would be empty as well, and so on for ever. Raise a
+#    `RuntimeError` then. Its text contains `str(request)` of the first that runs; if none runs, of
+#    the first that waits.
 #
 # Say that A and B decode, C's prompt has 12 tokens, and the budget is 8. Then the plan is `[(A, 1),
-# (B, 1), (C, 6)]`. A request that gets nothing is not in it.
+# (B, 1), (C, 6)]`.
+#
+# No rule puts decodes first, yet A and B never wait for C's prompt. Step by step:
+#
+# - C has 12 tokens to do and gets the 6 that are left, so the budget is used up;
+# - nobody is admitted behind C in this step, nor in a later one until C has all its 12;
+# - so while C is incomplete it is the last that runs, and A and B before it need one token each.
+#
+# So only the last request that runs can be half done. It is also the first that `make_room` takes.
 #
 # After the pass, `advance(plan, tokens)` records it. Each request has n more tokens computed. Those
 # whose `todo` the plan covers in full are *due*: they get a token. `indices_due(plan)` returns
 # their places in the plan, and `tokens` has one token for each of them only, in this order. Both
-# lists stay as they are. (A plan may hold requests with n = 0.)
+# lists stay as they are. (`advance` takes plans of any scheduler. Yours never plans n = 0; another
+# may, and such a request is not due.)
+#
+# In the judge's sentences, `refused` is a request for which `admit` returns False. `finds 2` says
+# that `admit` finds two computed tokens, and `room 6` that this step has memory for 6 new tokens.
 
 # %% tags=["exercise"]
 def schedule(self, step):
@@ -94,12 +109,19 @@ judge(1, schedule, advance)
 #
 # <details><summary>A second hint: nearly code</summary>
 #
-# Keep `before = len(self.running)`. For each request that runs: `n = min(request.todo, budget)`; if
-# n is not 0 and there is room, append the pair and subtract n. Walk over `self.running` itself: a
-# `for` over a list ends early when the list is cut. While budget is left, no request has left, and
-# there is a place: stop unless the first has arrived and is admitted; then `popleft`, append, n,
-# `make_room`, the pair, the budget. `advance`: first collect the requests that are due; then add
-# every n; then `append` the tokens.</details>
+# `schedule`:
+#
+# - Keep `before = len(self.running)`.
+# - For each request of `self.running`: `n = min(request.todo, budget)`. If n is not 0 and there is
+#   room, append the pair to the plan and subtract n from the budget. Walk over `self.running`
+#   itself, not over a copy: when `make_room` removes its last requests, the `for` ends before them.
+# - After the loop, `preempted = len(self.running) < before`.
+# - While budget is left, not `preempted`, and fewer than `max_batch` run: `break` unless the first
+#   that waits has arrived and is admitted. Otherwise take it from `self.waiting` by `popleft`,
+#   append it to `self.running`, compute its n, ask `make_room`, append the pair, and subtract n.
+#
+# `advance`: first collect the requests that are due; then add every n; then `append` the
+# tokens.</details>
 #
 # Your scheduler serves. This is the loop that calls it, of the stage *ragged*: it stays as it is.
 
@@ -132,9 +154,15 @@ source(generate_ragged.generate)
 # the list of these pairs, `attend` returns `self.attend_varlen(q, caches)`.
 #
 # `attend_varlen` lets each request's queries see that request's cache, and computes nothing else.
-# `head(q, k, v)` computes attention with the causal rule: its queries belong to the last of the
-# keys. The output has the order of the stream. (Our own code has a second way beside
+# `head(q, k, v)` computes attention, and applies the causal rule. It takes the queries for those of
+# the *last* tokens: with 2 queries and 7 keys, the first query sees keys 0 to 5, the second 0 to 6.
+# So give it the queries of one request and all of that request's keys. Then put the outputs one
+# behind the other, as the tokens stand in the stream. (Our own code has a second way beside
 # `attend_varlen`, with a mask.)
+#
+# In the judge's sentences, `rows` are the requests of the plan, with n new tokens each. Outputs are
+# rounded to three digits, and said by token (of the request's new ones) and head. `layer 3` is a
+# layer's number: what you write and read is that layer's.
 
 # %% tags=["exercise"]
 def lay_out(self, device):
@@ -170,16 +198,23 @@ judge(2, lay_out, attend, attend_varlen)
 # ## Step 3: pages
 #
 # The pool `self.pool` has `page_size` tokens to a page; page p has the slots from `p * page_size`
-# on. `request.block_table` lists a request's pages. `self.pool.free_queue` holds the free pages,
-# and `self.pool.allocate(table, number)` moves so many of them to the end of a table. (Use it: step
-# 4 has another pool.) `self.pool.needed(tokens)` says how many pages so many tokens take.
+# on. `request.block_table` lists a request's pages. `self.pool.free_queue` holds the free pages;
+# read only its length. **Take pages only by `self.pool.allocate(table, number)`**, which moves so
+# many free pages to the end of a table. **Give them back only by `self.free(request)`.** Step 4 has
+# a pool with another queue, which also counts in how many tables a page is. Your step 3 has to work
+# with it, too, so it is judged with both. `self.pool.needed(tokens)` says how many pages so many
+# tokens take.
 #
 # - `lay_out`, of `Paged`: call `Flat.lay_out(self, device)`, which is yours. Then set the four
-#   tensors that a kernel is given, long: `self.query_start_loc` `(B + 1,)`, where each request's
-#   new tokens begin in the stream, and the end; `self.seq_lens` `(B,)`, how many keys each has
-#   after this pass; `self.block_table` `(B, most pages of a request)`, behind a shorter table
-#   anything; and `self.slot_mapping` `(N,)`, the slot of each new token. The last two are on
-#   `device`. With `[7, 2]` and 4 tokens to a page, position 5 is in slot 9.
+#   tensors that a *kernel*, a GPU's program for attention, is given. All are long; B is the number
+#   of requests in the plan:
+#   - `self.query_start_loc` `(B + 1,)`: where each request's new tokens begin in the stream, and
+#     then where the stream ends;
+#   - `self.seq_lens` `(B,)`: how many keys each request has after this pass;
+#   - `self.block_table`, on `device`: a row for each request, its pages in their order. All rows
+#     are as long as the longest table; behind a shorter table any number may stand;
+#   - `self.slot_mapping` `(N,)`, on `device`: the slot of each new token. With the table `[7, 2]`
+#     and 4 tokens to a page, position 5 is in page 2, at place 1: slot 2 * 4 + 1 = 9.
 # - `admit` returns whether the free pages can hold *all* tokens that a request has. If so, its
 #   `block_table` becomes an empty list: it takes no page yet.
 # - `make_room` gives a request the pages that it needs for its next n tokens, and no more. While
@@ -188,6 +223,11 @@ judge(2, lay_out, attend, attend_varlen)
 # - `preempt` takes a request out of `self.running`, the list itself, through which `schedule` is
 #   walking, and puts it at the front of `self.waiting`. Its pages are free (`self.free(request)`),
 #   its `computed` is 0, its tokens stay, and `self.pool.counts["preemptions"]` is one more.
+#
+# In the judge's sentences, `pages 7` is a pool of 7 pages, and `A (..., pages 2)` is a request
+# which holds 2 of them. "A's pages" says how many pages A's table has; None: it has no table.
+# `counted True` is the pool of step 4, and a request that `shares 1` has A's first page in its own
+# table.
 
 # %% tags=["exercise"]
 def lay_out(self, device):
@@ -255,8 +295,14 @@ source(PrefixPool.register)
 #   4. `request.computed` says how many tokens were found. It returns True.
 # - `cache_filled(request, start, end)` is called when the tokens `start` to `end - 1` are planned.
 #   The pages that become full by them can be found from now on: `self.pool.register(page, hash)`.
-#   So a request that is admitted in the same step finds them, and that is right, because a pass
-#   writes all its keys before it reads any.
+#   Register a page also if another one has the same hash already: that one may be taken for other
+#   tokens first. A request that is admitted in the same step finds these pages, and that is right,
+#   because a pass writes all its keys before it reads any.
+#
+# In the judge's sentences about `admit`, `cached [2, 1]` are the pages that `find` returns for the
+# first pages of the request, if all their hashes are asked for. `used` are those of them that
+# another table has, and `free` is the free queue. About `hash_of_page`, `pages [0, 1]` are asked
+# for one after the other. A hash is shown by its first eight digits.
 
 # %% tags=["exercise"]
 def free(self, table):

@@ -6,12 +6,13 @@ The function is called with arguments whose results are known, and compared as t
 as edits of our code. Three exercises are parts of functions that the course kit asks for: they have
 its mistakes.
 """
+import ast
 import copy
 import inspect
 import math  # noqa: F401 (our code uses it)
-import re
 import signal
 import sys
+import textwrap
 from collections import OrderedDict, deque  # noqa: F401 (for questions.toml)
 from contextlib import contextmanager
 
@@ -20,15 +21,22 @@ from lesson import BANDWIDTH, FOLDER, PARAMETERS, PEAK  # noqa: F401 (our code u
 from lesson import QUESTIONS, folded
 
 sys.path.insert(0, str(FOLDER.parent / "assignments"))
-from child import answer, plain
+from child import plain
 from compare import fault
-from functions import mistakes_of, named_once, wrong_parameters
+from functions import (
+    answer_and_prints,
+    mistakes_of,
+    named_once,
+    prints_held,
+    with_prints,
+    wrong_parameters,
+)
 from probes import kind_of, operations, plan_of
 
 from generate_dynamic import Rectangle
 from generate_prefix import PrefixPool
 from generate_ragged import Flat
-from lab.checks.edits import edited, put_in
+from lab.checks.edits import body_of, edited, put_in
 from lab.checks.mistakes import mistakes_in
 from model import Head
 
@@ -45,19 +53,33 @@ def exercise(function):
     if name not in QUESTIONS:
         print(f"There is no exercise {name!r}. Keep the name that the function had here.")
         return function
-    if blank(function):
-        print(f"{name}: replace ... by your code, then run the cell.")
+    if still := unfinished(function):
+        print(f"{name}: {still}, then run the cell.")
     else:
         said = fault_of(function, **QUESTIONS[name])
-        print(f"{name}: " + (f"not yet. {said.rstrip('.')}." if said else "right."))
+        print(f"{name}: " + (f"not yet. {said}" if said else "right."))
     with folded():
         print(QUESTIONS[name]["code"].strip())
     return function
 
 
-def blank(function):
-    """Whether a function still has its `...`."""
-    return re.search(r"^ +(\w+ = )?\.\.\. *(#|$)", inspect.getsource(function), re.MULTILINE)
+def unfinished(function):
+    """What a function that still has its `...` asks for; "" if it has none."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    blanks = [line for line in ast.walk(definition)
+              if isinstance(line, (ast.Assign, ast.Expr)) and is_blank(line.value)]
+    if not blanks:
+        return ""
+    code = [line for line in body_of(definition) if line not in blanks]
+    alone = all(isinstance(line, ast.Expr) and line in definition.body for line in blanks)
+    if code and alone:   # a whole line, beside code
+        line = function.__code__.co_firstlineno + blanks[0].lineno - 1
+        return f"your code still has the line `...` (line {line} of the cell): delete it"
+    return "replace ... by your code"
+
+
+def is_blank(value):
+    return isinstance(value, ast.Constant) and value.value is ...
 
 
 def fault_of(function, calls, code, view="lambda result, *given: result", within=1e-5):
@@ -65,7 +87,7 @@ def fault_of(function, calls, code, view="lambda result, *given: result", within
     name, calls, view = function.__name__, eval(calls), eval(view)
     ours, names = defined(name, code), [*inspect.signature(function).parameters]
     if said := wrong_parameters(function, [*inspect.signature(ours).parameters]):
-        return said
+        return f"{said}."
     is_tensor = torch.is_tensor(ours(*copy.deepcopy(calls[0])))
 
     def answers(function):
@@ -79,7 +101,7 @@ def fault_of(function, calls, code, view="lambda result, *given: result", within
                     f"{each} becomes": value for each, value in zip(names, given)
                     if not isinstance(value, (int, float))}   # which cannot change
             with limited(5):
-                found.append(answer(call))
+                found.append(answer_and_prints(call))
             if found[-1].get("error", {}).get("type") == "TimeoutError":
                 break   # so would the next
         return found
@@ -91,10 +113,12 @@ def fault_of(function, calls, code, view="lambda result, *given: result", within
     file = function.__code__.co_filename
     said = fault(part, theirs, mine=lambda where, line: "this cell" if where == file else None)
     if said is None and "head" in names:
-        mine, least = (operations(each, *copy.deepcopy(calls[0])) for each in (function, ours))
+        with prints_held():
+            mine, least = (operations(each, *copy.deepcopy(calls[0])) for each in (function, ours))
         if mine > 1.01 * least:   # a mask, where there is nothing to hide
-            return f"The result is right, but it takes {mine / least:.1f} times our multiplications"
-    return said
+            times = mine / least
+            return f"The result is right, but it takes {times:.1f} times our multiplications."
+    return said and with_prints(said, part, theirs)
 
 
 def mistaken(name, code, answers, right):

@@ -82,8 +82,39 @@ def paged_attention(lengths, page_size, pool, heads, size):
                 for name, *pair in zip(("q", "k_pages", "v_pages"), before, (q, k, v))}}
 
 
-def with_pool(call, pages, page_size, running, waiting):
+class CountingPool(PagePool):
+    """
+    A pool as part c has it: pages that are counted, in an OrderedDict if they are free. Functions
+    that take and free pages through the pool work with it as well.
+    """
+
+    def __init__(self, number, page_size):
+        super().__init__(number, page_size)
+        self.free_queue = OrderedDict.fromkeys(range(number))
+        self.ref_count = [0] * number
+
+    def share(self, table, pages):
+        for page in pages:
+            self.free_queue.pop(page, None)
+            self.ref_count[page] += 1
+        table += pages
+
+    def allocate(self, table, number):
+        for _ in range(number):
+            self.share(table, [next(iter(self.free_queue))])
+
+    def free(self, table):
+        for page in reversed(table):
+            self.ref_count[page] -= 1
+            if self.ref_count[page] == 0:
+                self.free_queue[page] = None
+
+
+def with_pool(call, pages, page_size, running, waiting, counted=False):
+    """counted: whether the pool counts in how many tables a page is, and rows may share pages"""
     queue, given = PagedScheduler(16, 64, pages, page_size), []
+    if counted:
+        queue.pool = CountingPool(pages, page_size)
     queue.pool.counts["preemptions"] = 2   # so far
     found = in_queue(queue, running, waiting,
                      lambda all: given.append(queue.running) or call(queue, all))
@@ -215,8 +246,12 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     return found
 
 
-def cache_filled(prompt, generated, page_size, start, end):
+def cache_filled(prompt, generated, page_size, start, end, known=()):
+    """known: pages whose hash another page has already, which holds the same tokens"""
     queue, made = PrefixScheduler(4, 64, 40, page_size), []
+    for i in known:
+        queue.pool.hash_of[31 + i] = f"the hash of page {i}"
+        queue.pool.cached[f"the hash of page {i}"] = {31 + i: None}
     request, = requests_of([{"prompt": prompt, "generated": generated}], 99)
     request.block_table = [30 - i for i in range(-(-(prompt + generated) // page_size))]
     queue.hash_of_page = lambda request, i: f"the hash of page {i}"

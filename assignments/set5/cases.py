@@ -53,6 +53,34 @@ def between_steps(rng, size):
             "pages": -(-computed // size)}
 
 
+def with_counts(rng, state):
+    """The same requests in a pool that counts: others' tables may begin with A's full pages."""
+    size, rows = state["page_size"], [dict(row) for row in state["running"]]
+    held = sum(row["pages"] for row in rows)
+    for row in rows[1:]:
+        full = min(rows[0]["computed"], row["computed"]) // size
+        shares = rng.randint(0, full)
+        if shares:
+            row["shares"] = shares
+            held -= shares
+    longest = max(-(-(row["prompt"] + row["generated"]) // size) for row in rows)
+    return {**state, "running": rows, "counted": True,
+            "pages": max(held, longest) + rng.randint(0, 1)}
+
+
+def asked_of(rng, states):
+    """Calls of `preempt` and `make_room` in such states."""
+    for state in states[::3]:
+        yield {"call": "preempt", "request": chr(65 + rng.randrange(len(state["running"]))),
+               **state}
+    for number, state in enumerate(states):
+        i = rng.randrange(len(state["running"])) if state is not states[-1] else 0
+        row = state["running"][i]
+        todo = row["prompt"] + row["generated"] - row["computed"]
+        n = todo if number % 2 else rng.randint(1, todo)
+        yield {"call": "make_room", "request": chr(65 + i), "n": n, **state}
+
+
 def states(rng):
     """A pool in which the first that run can go on, and not always all of them."""
     made = []
@@ -66,15 +94,7 @@ def states(rng):
     made.sort(key=lambda state: (len(state["running"]), state["pages"]))
     abc = {"prompt": 3, "generated": 2, "computed": 4, "pages": 2}
     made.append({"pages": 6, "page_size": 2, "running": [abc] * 3, "waiting": [{"prompt": 3}]})
-    for state in made[::3]:
-        yield {"call": "preempt", "request": chr(65 + rng.randrange(len(state["running"]))),
-               **state}
-    for number, state in enumerate(made):
-        i = rng.randrange(len(state["running"])) if state is not made[-1] else 0
-        row = state["running"][i]
-        todo = row["prompt"] + row["generated"] - row["computed"]
-        n = todo if number % 2 else rng.randint(1, todo)
-        yield {"call": "make_room", "request": chr(65 + i), "n": n, **state}
+    yield from asked_of(rng, made)
     few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
         {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
     for i, n, pages in (0, 3, 3), (0, 2, 6), (1, 1, 3), (2, 1, 3):
@@ -89,6 +109,13 @@ def states(rng):
         yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": size,
                "running": [row] * 2, "waiting": [
                    {"prompt": prompt, "generated": generated}, {"prompt": 1}]}
+    yield from asked_of(rng, [with_counts(rng, state) for state in made])
+    a = {"prompt": 4, "generated": 1, "computed": 4, "pages": 2}
+    b = {"prompt": 3, "generated": 1, "computed": 3, "pages": 2, "shares": 1}
+    state = {"pages": 3, "page_size": 2, "running": [a, b, {**a, "shares": 2}], "waiting": [],
+             "counted": True}
+    yield {"call": "make_room", "request": "A", "n": 1, **state}   # C's pages are A's, too
+    yield {"call": "preempt", "request": "C", **state}
 
 
 def sharing(rng):
@@ -155,6 +182,9 @@ def beginnings(rng):
             start = rng.randint(0, row["prompt"] + row["generated"] - 1)
             yield {"call": "cache_filled", **row, "page_size": size, "start": start,
                    "end": rng.randint(start + 1, row["prompt"] + row["generated"])}
+    for known in [0], [1], [0, 1, 2]:   # equal prompts that were computed side by side
+        yield {"call": "cache_filled", "prompt": 7, "generated": 0, "page_size": 2, "start": 0,
+               "end": 6, "known": known}
 
 
 def corrupted(rng, state, part):
