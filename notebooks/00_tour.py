@@ -147,17 +147,26 @@ show({"the published mask": published});
 # weight, so their next tokens may be wrong. D's row is the widest: it has no new pads, and is
 # right. No error is raised: one has to look at what is seen, or compare with each request alone.
 #
-# Now the eight requests again, under that mask: their steps are in the timeline of *interleaved*,
-# above. Replace `...` with the names that pass, in quotes, such as `"X"`, `"X Y"` or `"none"`, and
-# run the cell. The first two misses get a hint each, the third the answer. What cannot be read is
-# no attempt.
+# Now five other requests, under that mask, at most three at a time. These are the steps of
+# *interleaved*, a line each. B:7 says that seven tokens of B are computed in that step:
+
+# %% jupyter={"source_hidden": true}
+five = letters(A=4, B=7, C=5, D=1, E=6, arrivals={"B": 1, "C": 1, "D": 3, "E": 3},
+               new={"A": 4, "B": 2, "C": 2, "D": 3, "E": 1})
+for p in run("interleaved", five, max_batch=3, token_budget=8).passes:
+    print(f"step {p.step}:", *(f"{name}:{n}" for name, _, n in p.work))
+
+# %% [markdown]
+# Replace `...` with the names that pass, in quotes, such as `"X"`, `"X Y"` or `"none"`, and run the
+# cell. The first two misses get a hint each, the third the answer. What cannot be read is no
+# attempt.
 
 # %%
-ask("0.1: Under that mask, which of the eight requests still pass the check?", guess=...)
+ask("0.1: Under that mask, which of the five requests still pass the check?", guess=...)
 
 # %%
 with folded(), broken("published mask"):
-    check("interleaved", eight, max_batch=4, token_budget=16)
+    check("interleaved", five, max_batch=3, token_budget=8)
 
 # %% [markdown]
 # ## Where to go from here

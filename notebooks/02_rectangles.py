@@ -86,12 +86,13 @@ for title, mask in ("with the padding mask", no_pads), ("without it", None):
 # these tokens are all in the last column.
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
-# right, and every later token goes where it belongs. Only one thing is as before: the next token
-# comes from the last column. (Unfolded, the cell below the question also shows the lines of code
-# that change. You need not read them.)
+# right, and every later token goes where it belongs, into a new column. Nothing else is changed in
+# the code. (Unfolded, the cell below the question also shows the lines that change. You need not
+# read them.)
 
 # %%
-ask("2.2: With the padding on the right, which of A, B and C still pass the check?", guess=...)
+ask("2.2: A, B and C get up to 8 tokens each. With the padding on the right, how many tokens of "
+    "all three are read from the logits of a pad?", guess=...)
 
 # %%
 with folded(), broken("right padding"):
@@ -104,7 +105,7 @@ show({"padded on the right": right_padded}, label=word);
 
 # %% [markdown]
 # A key that is seen and should not be would be red. There is no red in this picture: every token
-# sees what it should, and yet outputs are wrong, because the wrong column was read. So we keep two
+# sees what it should, and yet B and C are wrong, because the wrong column was read. So we keep two
 # witnesses. The X-ray says which token sees which; the check compares logits and tokens with the
 # request run alone.
 #
@@ -135,20 +136,22 @@ def own_positions(columns, pads):
 # %% [markdown]
 # ### Break it
 #
-# Suppose that the position were simply the column. Four prompts of 2, 7, 4 and 7 tokens:
+# Suppose that the position were simply the column. Five prompts have 4, 7, 4, 2 and 2 tokens. C is
+# the same text as A, and E the same as D. *Naive* takes two at a time: A with B, then C with D,
+# then E.
 
 # %% jupyter={"source_hidden": true}
-four = texts("The class", "If this function is called without", "Return True if the",
-             "Return a list of the names in")
+five = texts("Return True if the", "If this function is called without", "Return True if the",
+             "The class", "The class")
 
 # %%
-ask("2.3: Positions are columns. Which of A, B, C and D still pass the check?", guess=...)
+ask("2.3: Positions are columns. Which of A, B, C, D and E still pass the check?", guess=...)
 
 # %%
-right = run("naive", four).requests
+right = run("naive", five, max_batch=2).requests
 with folded(), broken("static column positions"):
-    check("naive", four)
-    for instead, of in zip(run("naive", four).requests, right):
+    check("naive", five, max_batch=2)
+    for instead, of in zip(run("naive", five, max_batch=2).requests, right):
         print(f"{tokenizer.decode(instead.tokens)!r}\n    instead of "
               f"{tokenizer.decode(of.tokens)!r}")
 
@@ -230,8 +233,8 @@ show({"decodes": look("dynamic", newcomer, step=1, number=0, max_batch=3),
 # slots are masked like all other pads.
 #
 # Now the bug of question 2.3 in *dynamic*: a token's position is its column, counted through past
-# and new slots. The longest row of a rectangle has no pads, and so the right positions. These are
-# all rectangles, a line each. A:4 says that A's row has 4 tokens, its past included:
+# and new slots. These are all rectangles, a line each. A:4 says that A's row has 4 tokens, its past
+# included:
 
 # %% jupyter={"source_hidden": true}
 for p in run("dynamic", eight, max_batch=4).passes:

@@ -98,15 +98,17 @@ with folded():
 # %% [markdown]
 # ### What if prompts go first?
 #
-# Suppose that requests were sorted, those with the most to do first. Decodes then wait until no
-# prompt is left to compute. What does that change?
+# Suppose that the running requests were sorted, those with the most to do first. Decodes then wait
+# until no prompt is left to compute. (A newcomer is admitted as before, behind those that run. So
+# C begins in step 1, beside the decodes of A and B, and stands before them from step 2 on.) What
+# does that change?
 
 # %%
 three = letters(A=3, B=2, C=30, new=12)
 
 # %%
-ask("3.3: Prompts before decodes, 5 tokens a step, and C's prompt has 30. Which of A, B and C get "
-    "wrong tokens? (letters, or 'none')", guess=...)
+ask("3.3: Prompts before decodes, 5 tokens a step, and C's prompt has 30. Of A's 12 tokens, how "
+    "many come later than with decodes first, and how many are other tokens? ([.., ..])", guess=...)
 
 # %%
 with folded(), broken("prompts before decodes"):

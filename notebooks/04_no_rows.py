@@ -120,8 +120,8 @@ def scores(*lengths):
     return flat.mask.numel(), sum(n * end for (_, n), end in zip(flat.plan, flat.ends))
 
 # %%
-ask("4.3: C, a prompt of 20 tokens, joins A, of 10, and B, of 30. How many scores does the mask "
-    "compute now?", guess=...)
+ask("4.3: The prompts of A, 10 tokens, and B, 30, have been computed. In the next step both "
+    "decode, and C joins, a prompt of 20. How many scores does the mask compute?", guess=...)
 
 # %%
 ask("4.4: A chunk of 20 of B's 30 tokens has been computed before. How many scores does varlen "
@@ -133,7 +133,7 @@ ask("4.5: Thirty-two requests decode, each with 299 cached tokens and its new on
 
 # %%
 with folded():
-    for lengths in [(10, 0), (30, 0), (20, 0)], [(10, 0), (30, 20), (20, 0)], [(300, 299)] * 32:
+    for lengths in [(11, 10), (31, 30), (20, 0)], [(10, 0), (30, 20), (20, 0)], [(300, 299)] * 32:
         print("masked {:,}, skipped {:,}".format(*scores(*lengths)))
 
 # %% [markdown]

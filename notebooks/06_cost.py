@@ -33,19 +33,19 @@ from lab.views.report import latencies
 # divided by the bandwidth, and all operations divided by the peak. That is a *roofline*.
 
 # %%
-ask("6.1: From how many rows on does multiplying take longer than reading the weights? (to 5%)",
-    guess=...)
+ask("6.1: By this roofline, how many times as long as a pass of one row does a pass of 64 rows "
+    "take, and one of 306? ([.., ..], to 5%)", guess=...)
 
 # %%
 with folded():
-    for rows in 1, 64, 128, 256, 512:
+    for rows in 1, 64, 153, 306, 612:
         print(f"{rows:3} rows: reading {2e3 * PARAMETERS / BANDWIDTH:4.1f} ms, multiplying "
               f"{2e3 * rows * PARAMETERS / PEAK:4.1f} ms")
 
 # %% [markdown]
-# Up to that number, more rows are free: if there were only weights to read, 64 requests that decode
-# together would take the time of one. This is why one batches. (A CPU can do less arithmetic for
-# each byte that it reads, so there fewer rows are free.)
+# As long as reading takes longer than multiplying, more rows are free: if there were only weights
+# to read, 64 requests that decode together would take the time of one. This is why one batches. (A
+# CPU can do less arithmetic for each byte that it reads, so there fewer rows are free.)
 #
 # ## What does not get cheaper
 #

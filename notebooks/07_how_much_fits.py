@@ -65,12 +65,11 @@ with folded():
 # ## How many requests?
 #
 # Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. If
-# it *reserves*, it holds 700 + 3,300 - 1 tokens from the beginning. With *pages* it holds what it
-# has: at most 1,000 tokens, and less before its end (notebook 5).
+# it *reserves*, it holds from the beginning what it may need. With *pages* it holds what it has: at
+# most 1,000 tokens, and less before its end (notebook 5).
 
 # %%
-ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves 3,999 tokens?",
-    guess=...)
+ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves?", guess=...)
 
 # %%
 ask("7.4: And how many with pages of 16 tokens, if each holds 1,000?", guess=...)
@@ -91,7 +90,7 @@ def requests_that_fit(memory, parameters, layers, kv_heads, head_size, tokens, s
 
 # %%
 fit = solution("requests_that_fit")   # ours
-hows = {"reserving 3,999": (3999, 0), "1,000 in pages": (1000, 0), "500 shared": (1000, 500)}
+hows = {"reserving": (3999, 0), "1,000 in pages": (1000, 0), "500 shared": (1000, 500)}
 with folded():   # all of whole pages
     numbers = {how: [fit(*shape, *tokens) for *shape, _ in cases.values()]
                for how, tokens in hows.items()}

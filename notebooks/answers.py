@@ -70,7 +70,9 @@ def number_of(said):
 
 
 def off(said, value):
-    """How far a guess is from a value, as a share of it."""
+    """How far a guess is from a value, as a share of it. Of a list: its farthest number."""
+    if isinstance(said, tuple) and len(said) == len(value):
+        return max(map(off, said, value), default=0)
     if isinstance(said, float) and value:
         return abs(said / value - 1)
     return 0 if said == value else math.inf

@@ -5,8 +5,11 @@ from contextlib import redirect_stdout
 
 import capstone
 import lesson
+import torch
 
 from generate_paged import Paged
+from lab.checks.check import run_checked
+from lab.checks.ties import run_alone
 from paging import PagePool
 
 
@@ -16,6 +19,32 @@ def survivors(trap, stage, requests, **knobs):
         lesson.check(stage, requests, **knobs)
     return ", ".join(r.name for r in requests
                      if f"WRONG: request {r.name!r}" not in said.getvalue())
+
+
+def wrong_tokens(trap, stage, requests):
+    """How many tokens have other logits with a bug than the model gives after those before them."""
+    with lesson.broken(trap, show=False):
+        _, check = run_checked(lesson.generate_of(stage), lesson.model, requests)
+    wrong = 0
+    for request, steps in check.told.items():
+        alone = run_alone(lesson.model, request.prompt, request.generated)
+        wrong += sum(not torch.allclose(logits, right, atol=1e-3)
+                     for (_, logits), right in zip(steps, alone.float()))
+    return wrong
+
+
+def later_and_other(trap, stage, requests, name, **knobs):
+    """How many tokens of a request come later with a bug than without, and how many are others."""
+    with lesson.broken(trap, show=False):
+        with_bug = request_of(lesson.run(stage, requests, **knobs), name)
+    without = request_of(lesson.run(stage, requests, **knobs), name)
+    later = sum(a > b for a, b in zip(with_bug.token_steps, without.token_steps))
+    other = sum(a != b for a, b in zip(with_bug.generated, without.generated))
+    return [later, other]
+
+
+def request_of(trace, name):
+    return next(request for request in trace.requests if request.name == name)
 
 
 def total(trace, what):
