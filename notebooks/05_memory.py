@@ -7,8 +7,8 @@
 # which order pages are freed.
 
 # %%
-from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, run, source
-from lesson import texts, timelines, word
+from lesson import ask, broken, check, filling_pool, folded, letters, model, pool, queues, run
+from lesson import source, texts, timelines, word
 from exercises import exercise
 import torch
 from lab.experiments.memory import alike
@@ -100,8 +100,7 @@ with broken("pages read in one piece"):
 # chunk, as its prompt is computed, and one more whenever its pages are full: `schedule` asks
 # `make_room` before it plans n tokens. So pages may run out in the middle of an answer. Then one
 # request frees its pages and returns to the front of the queue, with the tokens that it has. Later
-# it computes its prompt and those tokens again. (In that step nobody is admitted: else the request
-# that has just lost its pages might take them back.)
+# it computes its prompt and those tokens again.
 
 # %%
 source(PagedScheduler.admit)
@@ -126,11 +125,29 @@ for name, trace in storm.items():
           f"{mean(latencies(trace)['ttft_steps']):19.1f}"
           f"{sum(p.recomputed for p in trace.passes) / slots:15.0%}")
 
+# %% jupyter={"source_hidden": true}
+three = letters(A=6, B=6, C=6, new=16)
+
+# %%
+ask("5.3: Three requests have prompts of 6 tokens and long answers, and share 9 pages of 4 tokens. "
+    "In which step is the first one preempted, and how many tokens does it compute in the step in "
+    "which it returns? (two numbers: [.., ..])", guess=...)
+
+# %%
+with folded():
+    timelines([run("paged", three, pages=9, page_size=4)], columns=1)
+
 # %% [markdown]
 # Which request is preempted? The last in the order of arrival. What matters is that the order stays
 # the same from step to step. Then the first request in it is never preempted, so it finishes, and
 # the next one is the first. (One larger than the pool is refused.) Victims at random could take
 # pages from each other forever.
+#
+# In a step that preempts, nobody is admitted. Nobody could be: the first in the queue is now the
+# request that has just lost its pages, and no other overtakes it. Say that it gave back 4 pages.
+# This happened because fewer pages were free than somebody needed, so that one takes all of those
+# and at least one of the 4. Fewer than 4 are left, and the request needs 4 or more to come back,
+# for it still has all of its tokens.
 #
 # **Turn this knob.** In the run above, give the pool 20 pages, and then 52. Predict first: how many
 # preemptions are there, and does it still take fewer steps than reserving 156 tokens (52)?
@@ -147,8 +164,14 @@ for name, trace in storm.items():
 # the same. So the keys and values are the same, and may be computed and kept once. That is *prefix
 # caching*: the stage *prefix*, `generate_prefix.py`, which is *paged* with another scheduler.
 #
-# Only *full* pages are shared, and the last token of a prompt is always computed, because its
-# logits are needed. All sixteen arrive at step 0, and a step computes at most 64 tokens.
+# Two rules:
+#
+# - Only *full* pages are shared. So no request ever writes into a page that another one reads.
+# - The last token of a prompt is always computed, even if its key and value are in a page already.
+#   For the next token is chosen by the last token's logits. These are made of its own query's
+#   output, layer by layer, and a cache keeps neither queries nor outputs.
+#
+# All sixteen arrive at step 0, and a step computes at most 64 tokens.
 
 # %% jupyter={"source_hidden": true}
 def served(stage):
@@ -168,22 +191,84 @@ with folded():
               f"{len(trace.passes)} passes, {trace.counts['shared_pages']} pages found")
 
 # %% [markdown]
-# Only full pages are shared, so no request ever writes into a page that another one reads.
-#
-# How is a page found again? By a *hash*, a short number that is calculated from contents: the same
-# for the same, and (of sha256, in practice) another for others. A full page's hash is made of its
-# tokens and of the hash of the page before it, so it stands for these and all that come before.
+# How is a page found again? By a *hash*: a short number that is calculated from contents. Equal
+# contents have equal hashes, and different contents (with sha256, in practice) different ones. A
+# full page's hash is calculated from its own tokens *and the hash of the page before it*. That one
+# contains the hash of the page before, and so on to the first. So a hash stands for all tokens from
+# the beginning to the end of its page.
 
 # %%
 source(page_hash)
 source(PrefixPool.find)
 
 # %% [markdown]
-# `cached` says which pages have a hash: one, or several with equal tokens.
+# `cached` says which pages have a hash: one, or several that were computed side by side.
 #
-# From when on can a page be found? As soon as the pass that fills it is *planned*, before a number
-# of it is computed. For in each layer a pass writes all its keys before it reads any. So equal
-# prompts that come in one step share their pages at once:
+# In the next two questions a letter is a token, and a page has 3. A prompt `abc uvw ghi j` has been
+# computed, and nothing is evicted.
+
+# %% jupyter={"source_hidden": true}
+def pages_found(*prompts):
+    """How many pages each of these prompts finds, if they come one after the other."""
+    requests = letters(1, {name: 2 * i for i, name in enumerate("ABCDEFG")},
+                       **{"ABCDEFG"[i]: 1 for i in range(len(prompts))})
+    for request, prompt in zip(requests, prompts):
+        request.prompt = [ord(token) for token in prompt.replace(" ", "")]
+    return [p.work[0][1] // 3 for p in run("prefix", requests, page_size=3).passes]
+
+# %%
+ask("5.5: Three prompts come, one after the other: 'abc uvw xyz j', 'abc xyz ghi j' and "
+    "'uvw ghi abc j'. How many pages does each of them find? (a list: [.., .., ..])", guess=...)
+
+# %%
+ask("5.6: Then a prompt 'abc uvw ghi' comes, nine tokens that fill three cached pages. How many of "
+    "its nine tokens are computed?", guess=...)
+
+# %%
+with folded():
+    prompts = "abc uvw ghi j", "abc uvw xyz j", "abc xyz ghi j", "uvw ghi abc j", "abc uvw ghi"
+    for prompt, pages in zip(prompts, pages_found(*prompts)):
+        tokens = len(prompt.replace(" ", ""))
+        print(f"{prompt:13} finds {pages} pages, computes {tokens - 3 * pages} of {tokens} tokens")
+
+# %% [markdown]
+# From when on can a page be found, and how long? Here is a pool of six pages of 4 tokens at three
+# moments. A's prompt has 9 tokens, two full pages and one more token. B's prompt begins with the
+# same 8 tokens.
+
+# %% jupyter={"source_hidden": true}
+def moment(scheduler):
+    """The block tables and the free queue: [(page, whether it can be found), ...] of each."""
+    lines = {f"{request.name}'s block table": request.block_table for request in scheduler.running}
+    lines["the free queue"] = scheduler.pool.free_queue
+    return {name: [(page, page in scheduler.pool.hash_of) for page in pages]
+            for name, pages in lines.items()}
+
+A, B = letters(A=9, B=11, new=1)
+B.prompt[:8] = A.prompt[:8]
+scheduler, moments = PrefixScheduler(8, 64, pages=6, page_size=4), {}
+scheduler.add(A)
+plan = scheduler.schedule(step=0)
+moments["1. A's pass is planned"] = moment(scheduler)
+scheduler.update(plan, tokens=[0])   # any token: it is A's last
+moments["2. A has finished"] = moment(scheduler)
+scheduler.add(B)
+scheduler.schedule(step=1)
+moments["3. B's pass is planned"] = moment(scheduler)
+queues(moments);
+
+# %% [markdown]
+# 1. *It can be found before it is computed.* Pages 0 and 1 have their hashes as soon as the pass
+#    that fills them is planned. A request that finds them now runs in the same pass, or in a later
+#    one. In each layer, a pass writes all its keys before it reads any, so they are there in time.
+#    Page 2 is not full, so it has no hash.
+# 2. *It can be found while it is free.* All pages are in the queue, since no table names them. But
+#    0 and 1 still hold their keys, and keep their hashes until somebody takes them. (Why the queue
+#    has this order comes below.)
+# 3. B finds 0 and 1, which leave the queue, wherever they stand in it. For the rest of its prompt B
+#    takes the first page of the queue, which is 2.
+#
+# So equal prompts that come in one step share their pages at once:
 
 # %%
 source(PrefixScheduler.make_room)
@@ -230,13 +315,16 @@ ask("5.7: Pages 4 and 5 have been free all the time. Which pages have become fre
     guess=...)
 
 # %% [markdown]
-# A free page keeps its contents until it is taken, so the next request with the same beginning may
-# still find it. A request that needs a page takes the first of the free queue. What was in it can
-# no longer be found: it is *evicted*. So the order of that queue matters. What comes back goes to
-# its end, so the page that has been free the longest is taken. A second page is found only after
-# the first, whose hash is part of its own: without the first it is worth nothing. Hence `free`
-# gives back a table's *last* page first. And a page that nobody can find, as it is not full, is
-# worth nothing at all: it goes to the *front* of the queue.
+# A request that needs a page takes the first of the free queue. If that page could be found, it no
+# longer can: it is *evicted*. So the order of the queue decides what is kept, and `free` has three
+# rules for it:
+#
+# 1. A page that comes back goes to the *end*. So the page that has been free the longest is taken
+#    first.
+# 2. A table's *last* page comes back first. A page is found only by way of all pages before it. So
+#    the first page is worth most, as without it the others cannot be found, and it is kept longest.
+# 3. A page without a hash goes to the *front* of the queue: nobody can find it, so nothing is lost
+#    if it is taken first.
 
 # %%
 six.free(B)

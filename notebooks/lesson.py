@@ -26,6 +26,7 @@ import torch
 from IPython import get_ipython
 from IPython.core.pylabtools import print_figure
 from IPython.display import display
+from matplotlib.patches import Patch
 from answers import NO_POWER, QUESTIONS, ask  # noqa: F401
 from matplotlib_inline.config import InlineBackend
 
@@ -43,7 +44,7 @@ from request import Request
 from lab.flags import knobs_of
 from lab.simulate.calculated import figures, simulate  # noqa: F401
 from lab.simulate.hardware import GPUS, MODELS
-from lab.views.plots import pyplot, timelines  # noqa: F401
+from lab.views.plots import INK, LINE, box, pyplot, timelines  # noqa: F401
 from lab.views.sights import draw as show  # noqa: F401
 
 PEAK, BANDWIDTH = 312e12, 2039e9   # of an A100: operations/s in fp16, bytes/s
@@ -110,6 +111,28 @@ def bars(names, parts, label, beside=False):
             before = [sum(both) for both in zip(before, values)]
     ax.set(xlabel=label, yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
     figure.legend(loc="upper center", ncols=len(parts), fontsize=9)
+
+
+def queues(states):
+    """
+    A pool at several moments: its block tables, and its free queue, the next page first.
+
+    states: {title: {name of a row: [(page, whether it can be found), ...]}}
+    """
+    figure, axes = pyplot().subplots(1, len(states), figsize=(8.75, 1.9))
+    found, other = dict(facecolor="#CCBB44", ink="black"), dict(facecolor="none", ink=INK)
+    for ax, (title, rows) in zip(axes, states.items()):
+        for y, (name, pages) in enumerate(rows.items()):
+            ax.text(0, 2 * y - 0.2, name, va="bottom", fontsize=9)
+            for x, (page, can_be_found) in enumerate(pages):
+                box(ax, x, 2 * y, page, **(found if can_be_found else other))
+        ax.set_title(title, fontsize=10, loc="left", x=0)
+        ax.set(xlim=(0, 7), ylim=(3.2, -0.9))
+        ax.axis("off")
+    handles = [Patch(facecolor=look["facecolor"], edgecolor=LINE, label=name) for name, look in (
+        ("a page that can be found by its hash", found), ("a page that cannot", other))]
+    figure.legend(handles=handles, loc="lower center", ncols=2, fontsize=9)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
 
 
 def eight_requests():

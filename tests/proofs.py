@@ -71,6 +71,13 @@ def preempted(trace):
     return trace.counts["preemptions"]
 
 
+def preemption(trace, name):
+    """[the first step without this request, how many tokens it computes when it returns]"""
+    tokens_in = {p.step: n for p in trace.passes for who, _, n in p.work if who == name}
+    left = next(step for step in range(steps(trace)) if step not in tokens_in)
+    return [left, next(n for step, n in tokens_in.items() if step > left)]
+
+
 def raced(**knobs):
     """[tokens computed, passes, ...], which the last notebook's race prints of both engines."""
     with redirect_stdout(io.StringIO()) as said:
