@@ -1,4 +1,4 @@
-"""What cases are drawn from: rows that probes.py makes requests of, and pools."""
+"""What cases are drawn from: rows that probes.py makes requests of."""
 DECODE = {"prompt": 3, "generated": 1, "computed": 3}
 
 
@@ -33,35 +33,3 @@ def plans(rng, example):
     drawn = [[row(rng, 9) for _ in range(size)] for size in (3, 7, 14)]
     drawn[0].append({"prompt": 20, "computed": 15, "n": 5})
     return [*([each] for each in kinds), *few, *drawn, example]
-
-
-def pool_of_pages(rng, number, moves):
-    """After random moves: block tables come and go, full pages are cached."""
-    tables, free, names = [], list(range(number)), {}
-    for move in range(moves):
-        if tables and rng.random() < 0.4:
-            for page in reversed(tables.pop(rng.randrange(len(tables)))):
-                if not any(page in each for each in tables):
-                    free.insert(len(free) if page in names else 0, page)
-            continue
-        shared = [page for page in names if rng.random() < 0.4][:2]
-        free = [page for page in free if page not in shared]
-        many = rng.randint(0, 3)
-        taken, free = free[:many], free[many:]
-        names = {page: name for page, name in names.items() if page not in taken}
-        tables.append(shared + taken)
-        for page in taken:
-            if rng.random() < 0.6:   # equal pages have one name
-                names[page] = rng.choice([f"h{move}.{page}"] * 3 + [*names.values()][:1])
-    tables = [table for table in tables if table]
-    return {"tables": tables, "free_queue": free, "ref_count": [
-        sum(page in table for table in tables) for page in range(number)],
-        "cached": [[name, [page for page in names if names[page] == name]]
-                   for name in dict.fromkeys(names.values())],
-        "hash_of": [[page, name] for page, name in names.items()]}
-
-
-def pools_of_pages(rng):
-    sizes = ((1, 0), (2, 1), (2, 2), (3, 2), (3, 4), (4, 4), (5, 6), (6, 8), (8, 12), (12, 20),
-             (30, 40))
-    return [pool_of_pages(rng, *size) for size in sizes for _ in range(3)]

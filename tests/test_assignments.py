@@ -408,3 +408,28 @@ def test_only_a_yes_is_true(value):
     assert not compare.alike({"value": [] if value == [1] else value}, {"value": False})
     assert compare.alike({"value": 1}, {"value": True})
     assert compare.alike({"value": None}, {"value": False})
+
+
+COMPARES = """
+pools, right = kept.setdefault("pools", []), []
+pool_now = {"tables": tables, "free": {*pool.free_queue}, "counts": pool.ref_count,
+            "cached": pool.cached, "hash_of": pool.hash_of}
+for before in pools:
+    changed = [name for name in pool_now if pool_now[name] != before[name]]
+    if len(changed) == 1:
+        return ["differs in one thing from a pool that was right"]
+pools.append(pool_now)
+return []"""
+
+
+@pytest.mark.parametrize("part", ["f", "g"])
+def test_an_auditor_that_only_compares_pools_earns_nothing(part):
+    """So wrong pools do not come with the right ones that they were made of."""
+    cases = drawn(5)[part]
+    with put_in([("audit.py:audit", "", COMPARES)], kept={}):
+        answers = functions.answers_to(5, cases)
+    right = functions.answers_to(5, cases)
+    seen = sum(answer == expected for answer, expected in zip(answers, right)
+               if expected["value"] != "all is right")
+    wrong = sum(answer["value"] != "all is right" for answer in right)
+    assert seen < wrong / 5, f"it knows {seen} of {wrong}"
