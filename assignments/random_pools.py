@@ -1,10 +1,11 @@
 """
 Random pools of pages, as plain data: right ones, and ones in which one thing is wrong.
 
-A pool is a dict: tables (the block tables in use), free_queue, ref_count, cached [[hash, its pages],
-...] and hash_of [[page, its hash], ...]. set5/calls.py makes a PrefixPool of it.
+A pool is a dict: tables (the block tables in use), free_queue, ref_count, cached as [[hash, its
+pages], ...] and hash_of as [[page, its hash], ...]. set5/calls.py makes a PrefixPool of it.
 """
-SIZES = ((1, 0), (2, 1), (2, 2), (3, 2), (3, 4), (4, 4), (5, 6), (6, 8), (8, 12), (12, 20), (30, 40))
+SIZES = (   # pages, random moves
+    (1, 0), (2, 1), (2, 2), (3, 2), (3, 4), (4, 4), (5, 6), (6, 8), (8, 12), (12, 20), (30, 40))
 
 
 def pools_of_pages(rng):
