@@ -113,7 +113,8 @@ def grade(number, folders, secret, as_json):
 # --- the command ----------------------------------------------------------------------------------
 
 def parsed(argv):
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
+    p = argparse.ArgumentParser(description="A template for a class, and its grading.",
+                                allow_abbrev=False)
     p.add_argument("set", type=int, choices=SETS)
     p.add_argument("what", choices=("template", "grade"))
     p.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")

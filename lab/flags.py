@@ -2,7 +2,8 @@
 Flags that several commands have, and what the values mean: how to batch, which device, which files.
 
 Exit status of every command: 0 success, 1 a request is WRONG or the machine failed (a full disk, a
-lost rank), 2 bad input (one line on stderr), 130 interrupted.
+lost rank), 2 bad input (one line on stderr), 130 interrupted (one line; while torch is imported,
+Python's own traceback).
 """
 import argparse
 import inspect
@@ -245,8 +246,11 @@ def limits_memory(generate):
 
 
 def first_paragraph(doc):
-    """Of a docstring, for --help and a page: without the marks that only a document renders."""
-    text = doc.strip().partition("\n\n")[0]
+    """
+    Of a docstring, for --help and a page: without the marks that only a document renders. `python
+    -OO` has no docstrings: None.
+    """
+    text = (doc or "").strip().partition("\n\n")[0]
     return re.sub(r"\*(\w.*?)\*", r"\1", text, flags=re.DOTALL).replace("`", "")
 
 
@@ -276,6 +280,7 @@ def guarded(prog, work, speaks=True):
 
     speaks: False for a rank of beyond.tensor_parallel that leaves the message to rank 0
     """
+    open_streams()
     for stream in sys.stdout, sys.stderr:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")   # for consoles without Unicode
@@ -307,6 +312,13 @@ def is_out_of_memory(error):
     said = str(error).lower()
     return (isinstance(error, MemoryError) or "out of memory" in said
             or "can't allocate memory" in said)
+
+
+def open_streams():
+    """What is printed to a stream that the shell has closed (>&-) goes nowhere."""
+    for name in "stdout", "stderr":
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 def close_stdout():

@@ -199,6 +199,42 @@ def test_a_full_disk_is_one_line_and_costs_no_text():
         1, "printed before\n", "x.py: [Errno 28] full\n")
 
 
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize("script", ["generate_ragged", "engine"])
+def test_a_closed_stream_costs_no_run(script, closed, monkeypatch):
+    """As `python generate_ragged.py >&-`: nothing is said there, and the other one is as always."""
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out if closed == "stderr" else None)
+    monkeypatch.setattr(sys, "stderr", err if closed == "stdout" else None)
+    with pytest.raises(SystemExit, match="^0$"):
+        as_program(script, "--prompt", "a", "--max_new_tokens", "2")
+    assert (RIGHT in out.getvalue()) == (closed == "stderr")
+    assert "Traceback" not in err.getvalue()
+
+
+WITHOUT_DOCSTRINGS = """if True:
+    import runpy, sys
+    for name in sys.argv[1:]:
+        sys.argv = [name, "--help"]
+        try:
+            runpy.run_module(name, run_name="__main__")
+        except SystemExit as stop:
+            print("shown:" if not stop.code else "failed:", name)
+    """
+
+
+def test_python_without_docstrings():
+    """-OO leaves them out, so a help has no description."""
+    names = ["generate_ragged", "engine", "beyond.hybrid", "beyond.tensor_parallel", "lab.simulate",
+             "lab.server", "lab.experiments"]
+    done = subprocess.run([sys.executable, "-OO", "-c", WITHOUT_DOCSTRINGS, *names], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stderr == ""
+    assert re.findall("^shown: (.*)$", done.stdout, re.M) == names
+    kit = subprocess.run([sys.executable, "-OO", "assignments/kit.py", "--help"], cwd=ROOT)
+    assert kit.returncode == 0
+
+
 @pytest.mark.parametrize("work", [lambda: torch.empty(10**15), lambda: bytearray(10**18)])
 def test_too_little_memory_is_one_line(work):
     code, out, err = captured(flags.guarded, "x.py", work)

@@ -1,5 +1,5 @@
 """
-Measures, and writes down what was measured:
+Measures, and writes down what was measured.
 
     python -m lab.experiments                                    lists the experiments
     python -m lab.experiments rows --quick                       the least that says something
@@ -88,7 +88,7 @@ def add(names, name, run, own={}):
 
 
 def parser():
-    p = flags.Parser(prog=PROG, description=__doc__.strip().split(":")[0] + ".")
+    p = flags.Parser(prog=PROG, description=flags.first_paragraph(__doc__))
     names = p.add_subparsers(dest="name", metavar="NAME",
                              title="experiments, and what is made of their results")
     for name, (work, table, own) in EXPERIMENTS.items():

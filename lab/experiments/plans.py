@@ -336,7 +336,8 @@ def likeness(works, differ):
     best = max(RULES, key=equal.get)
     if not equal[best]:
         return "it is like none of the rules that are known to make a difference"
-    return f"{equal[best]:,} of these {len(differ):,} are those of ours with {best.__doc__}"
+    rule = best.__doc__ or best.__name__
+    return f"{equal[best]:,} of these {len(differ):,} are those of ours with {rule}"
 
 
 # --- recording ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ WAITS = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 
 
 def parser():
-    p = flags.Parser(prog="python -m lab.simulate", description=__doc__.strip().splitlines()[0])
+    p = flags.Parser(prog="python -m lab.simulate", description=flags.first_paragraph(__doc__))
     add = p.add_argument
     add("--gpu", default="a100", help="a name, or PEAK_TFLOPS,GB_PER_S,GiB")
     add("--model", default="llama-2-7b", help="a name, see sheets.json")
