@@ -274,6 +274,18 @@ def check_path(path, flag, suffixes=None):
             path.unlink()
 
 
+def check_different(**files):
+    """ValueError if two flags name one file: what is written last would replace the other."""
+    flag_of = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        real = os.path.realpath(path)
+        if real in flag_of:
+            raise ValueError(f"--{flag_of[real]} and --{flag}: {path} is one file")
+        flag_of[real] = flag
+
+
 def guarded(prog, work, speaks=True):
     """
     Runs `work()`, which returns an exit status. Expected errors become one line on stderr.

@@ -190,6 +190,7 @@ def load_inputs(args):
     flags.check_path(args.plot, "--plot", flags.PICTURES)
     flags.check_path(args.page, "--page", (".html",))
     flags.check_path(args.trace, "--trace")
+    flags.check_different(prompts=args.prompts, plot=args.plot, page=args.page, trace=args.trace)
     prompts = prompts_of(args)
     model, tokenizer = load(args.model, flags.DTYPES[args.dtype])
     requests = make_requests(

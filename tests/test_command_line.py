@@ -126,6 +126,22 @@ def test_bad_input_is_one_line(line, said, monkeypatch):
     assert not Path("left.html").exists()
 
 
+@pytest.mark.parametrize("first, second", [
+    ("plot same.png", "trace same.png"), ("page x.html", "trace ./x.html"),
+    ("plot link.png", "trace file.txt"), ("prompts p.txt", "trace p.txt")])
+def test_one_file_for_two_things_loses_neither(first, second, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("p.txt").write_text("a prompt")
+    Path("file.txt").write_text("something")
+    Path("link.png").symlink_to("file.txt")
+    one, other = first.split()[0], second.split()[0]
+    refused(f"--{one} and --{other}: .. is one file", command_line.main, generate_ragged.generate,
+            "", f"--{first} --{second} --max_new_tokens 1".split())
+    assert Path("p.txt").read_text() == "a prompt"
+    assert Path("file.txt").read_text() == "something"
+    assert not Path("same.png").exists() and not Path("x.html").exists()
+
+
 def test_a_folder_that_may_not_be_entered(monkeypatch):
     def stat(*_, **settings):
         raise PermissionError(13, "Permission denied")

@@ -20,8 +20,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from browser import resize
-from common import ROOT, STAGES, knobs_of, mixed, toy
+from common import ROOT, STAGES, knobs_of, mixed, refused, toy
 
+from lab import flags
 from lab.checks.traps import broken
 from lab.explorer import build, page
 from lab.explorer.recorder import record, take_times
@@ -481,7 +482,7 @@ def test_the_scoreboard_is_that_of_pythons_stages(show):
 
 def test_a_request_that_can_never_fit_says_so(show):
     shown = show(OWN + "&beside=ragged")
-    for memory, refused in (128, [""] * 4), (
+    for memory, said in (128, [""] * 4), (
             64, ["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]):
         shown.run("state.own.memory = arguments[0]; redraw()", memory)
         assert shown.run("return Object.keys(LADDER).map(stage => ownRun(stage).requests.map("
@@ -966,3 +967,11 @@ def test_kinds_differ_without_colour(show):
     patterns = show().run("""return arguments[0].map(className => getComputedStyle(
         document.body.appendChild(element("i", {className}))).backgroundImage)""", kinds)
     assert len({*patterns}) == len(kinds)
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_work(monkeypatch, tmp_path):
+    (tmp_path / "docs").write_text("a file")
+    monkeypatch.setattr(build, "PAGE", tmp_path / "docs" / "explorer.html")
+    monkeypatch.setattr(build, "data", lambda: pytest.fail("it has begun"))
+    refused("lab.explorer.build: the page .. explorer.html: Not a directory",
+            flags.guarded, "lab.explorer.build", build.main)

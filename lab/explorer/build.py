@@ -65,6 +65,7 @@ def data():
 
 
 def main():
+    flags.check_path(PAGE, "the page")   # it takes minutes
     page.write(PAGE, data())
     print(f"{PAGE.name}: {PAGE.stat().st_size / 1e6:.2f} MB")
     return 0
