@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import subprocess
 import sys
 from fnmatch import fnmatch
 from functools import cache
@@ -22,7 +23,7 @@ import requests
 import safetensors.torch as safetensors
 import tiktoken
 import torch
-from common import BLOCK_SIZE, STAGES, VOCAB, assert_contract, backend, examples, llama, mixed
+from common import BLOCK_SIZE, ROOT, STAGES, VOCAB, assert_contract, backend, examples, llama, mixed
 
 from lab.checks.traps import broken
 from lab.checks.xray import XRay
@@ -415,6 +416,35 @@ def made(kind):
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)])
     return inner
+
+
+READS_ALL = """if True:
+    import logging, sys
+    from lab.loading.tokenizer import FromFolder
+    for folder in sys.argv[1:]:
+        FromFolder(folder).encode("the " * 99)
+    logging.getLogger("transformers.x").warning("said to others")
+    """
+
+
+def test_transformers_says_nothing(tmp_path):
+    """
+    Not of a vocabulary without the end of text that its model type usually has, nor of a prompt
+    longer than the tokenizer thinks. To a program that uses transformers itself it still speaks.
+    """
+    settings = [{"model_type": "gpt2"}, {"model_type": "gpt2", "bos_token_id": 99_999},
+                {"model_type": "llama", "eos_token_id": [1, 99_999]}]
+    folders = []
+    for i, config in enumerate(settings):
+        folders.append(tmp_path / str(i))
+        folders[-1].mkdir()
+        made("byte-level").save(str(folders[-1] / "tokenizer.json"))
+        (folders[-1] / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    (folders[0] / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "GPT2Tokenizer", "model_max_length": 4}')
+    done = subprocess.run([sys.executable, "-c", READS_ALL, *map(str, folders)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "[transformers] said to others\n")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,10 @@ format (one line per token: base64 of its bytes, and its rank). GPT-2's comes wi
 downloads it once. Hugging Face's transformers reads those of other models.
 """
 import base64
+import logging
 import re
+import warnings
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -103,6 +106,23 @@ def end_of(folder, usual):
     return usual
 
 
+@contextmanager
+def silent():
+    """
+    transformers warns of settings that nobody uses here, beside the one line that a command says.
+    What keeps it from reading a folder is an error, not a warning.
+    """
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 class FromFolder:
     """
     A folder's tokenizer as transformers reads it, with the methods and attributes of Encoding.
@@ -115,8 +135,9 @@ class FromFolder:
                       "lab/loading/requirements.txt", ImportError):
             from transformers import AutoTokenizer  # it takes a second
         with one_line(f"{self.name}: transformers cannot read it", Exception):   # of any kind
-            self.inner = AutoTokenizer.from_pretrained(folder, local_files_only=True,
-                                                       trust_remote_code=False)
+            with silent():
+                self.inner = AutoTokenizer.from_pretrained(folder, local_files_only=True,
+                                                           trust_remote_code=False)
         pieces, added = self.inner.get_vocab(), self.inner.added_tokens_decoder
         if len(pieces) <= len(added):   # transformers makes an empty one of missing files
             raise ValueError(f"{self.name}: transformers finds no vocabulary in its files")
@@ -128,7 +149,8 @@ class FromFolder:
     def encode(self, text, begin=True, **_):
         """Token ids, also of special tokens that stand in it; with what begins every text."""
         with one_line(f"{self.name} cannot encode {text!r:.60}", Exception):   # half a character
-            return self.inner.encode(text, add_special_tokens=begin)
+            # verbose: it would warn of a long prompt. Whether it fits is a Request's question.
+            return self.inner.encode(text, add_special_tokens=begin, verbose=False)
 
     encode_ordinary = encode   # special tokens that stand in it are tokens here, too
 
