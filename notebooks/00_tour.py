@@ -28,8 +28,9 @@ for request in trace.requests:
 
 # %% [markdown]
 # Did batching change what came out? `check` runs every request again, alone, without a batch or a
-# cache. It compares the logits of each generated token, up to rounding, and then the tokens. (They
-# were sampled at random, but each request draws from a random stream of its own.)
+# cache, and compares. A model ends with *logits*: a number for each token of its vocabulary. The
+# larger it is, the likelier this token comes next. `check` compares these, up to rounding, and then
+# the tokens. (They were sampled at random, but each request draws from a random stream of its own.)
 
 # %%
 check("ragged, varlen", requests, token_budget=16)
@@ -39,25 +40,25 @@ check("ragged, varlen", requests, token_budget=16)
 #
 # ## Why batch at all?
 #
-# A model turns each token into a *row* of numbers. To *compute* a token is to take its row through
-# all layers, and a *forward pass* does that for some rows at once. (Further down, a row of a tensor
-# or of a picture is a request. All words are in the [glossary](../docs/glossary.md).)
+# A model turns each token into a list of numbers. To *compute* a token is to take these numbers
+# through all layers, and a *forward pass* does that for some tokens at once. (All words are in the
+# [glossary](../docs/glossary.md).)
 #
-# To generate a token, the processor reads all weights of the model from memory, for one row. If it
-# computes 32 rows, it still reads them once. So what does a row cost in a pass of more and more
-# rows? The picture has three lines: our small model, measured just now on your machine; GPT-2,
+# To compute one token, the processor reads all weights of the model from memory. If it computes 32
+# tokens in one pass, it still reads them once. So what does a token cost in a pass of more and more
+# tokens? The picture has three lines: our small model, measured just now on your machine; GPT-2,
 # measured on two cores; and Llama 2 7B on a GPU, calculated as in notebook 6.
 
 # %% tags=["machine"]
-lines({name: [(rows, 100 * ms / rows / points[0][1]) for rows, ms in points]
+lines({name: [(tokens, 100 * ms / tokens / points[0][1]) for tokens, ms in points]
        for name, points in cost_of_rows().items()},
-      log=True, xlabel="rows in one pass", ylabel="what a row costs; alone: 100");
+      log=True, xlabel="tokens in one pass", ylabel="what a token costs; alone: 100");
 
 # %% [markdown]
-# A row in a batch of 16 costs a fraction of what it costs alone. On a GPU, which can do far more
+# A token in a batch of 16 costs a fraction of what it costs alone. On a GPU, which can do far more
 # arithmetic for each byte that it reads, the line falls further. That is why one batches. (Our
 # model is so small that calling PyTorch takes most of its time, which is shared in the same way.
-# GPT-2's line does not fall at first because the library has a quicker path for one row.)
+# GPT-2's line does not fall at first because the library has a quicker path for one token.)
 #
 # ## Two questions
 #
@@ -67,6 +68,11 @@ lines({name: [(rows, 100 * ms / rows / points[0][1]) for rows, ms in points]
 #
 #     y = attend(self.layer, q, k, v)                            # tokens meet here, nowhere else
 #
+# Here `q`, `k` and `v` hold a query, a key and a value for each token. `attend` compares a token's
+# query with the keys of the tokens that it may *see*, itself among them. The better a key fits, the
+# more of that token's value goes into the output. The model does not say which keys these are: each
+# stage hands it an `attend` of its own.
+#
 # So every way of batching is an answer to two questions:
 #
 # 1. *Which tokens are in this forward pass?* The scheduler decides.
@@ -75,13 +81,15 @@ lines({name: [(rows, 100 * ms / rows / points[0][1]) for rows, ms in points]
 # ## The first question: which request computes when?
 #
 # *Prefill* computes the tokens of a prompt, many at once. *Decode* computes the one token that was
-# generated last. A *step* is one round of the serving loop. A *slot* is a place in the tensor of a
-# forward pass: it holds a token, or it is *padding*, which fills a short row up to the longest.
+# generated last. A *step* is one round of the serving loop. The tokens of a forward pass stand in a
+# tensor. In most stages each request has a *row* of it, and the shorter rows are filled up. A place
+# in it is a *slot*: it holds a token, or it is *padding*, a pad.
 #
 # Eight requests, at most four at a time; `F` brings a long prompt, and arrives when others are
-# already running. A cell of the picture is one request's row in one step, and its grey part is
-# padding. All cells are equally wide, whether they are 1 slot or 40 slots: the picture counts
-# steps, and does not say how long one takes.
+# already running. Each request is a line of the picture, and each step a column. A cell shows what
+# the request's row holds in that step: its grey part is padding. All cells are equally wide,
+# whether they are 1 slot or 40 slots: the picture counts steps, and does not say how long one
+# takes.
 
 # %%
 eight = eight_requests()

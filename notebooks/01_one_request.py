@@ -27,24 +27,30 @@ print(n, "tokens:", [word(request, i) for i in range(n)])
 # documentation. Its texts make little sense.
 #
 # Words as in [the tour](00_tour.ipynb): *prefill* computes the tokens of a prompt, *decode* the one
-# that was generated last. To *compute* a token is to take its *row* of numbers through all layers;
-# one call of the model, for some rows, is a *forward pass*. A *step* is one round of the loop that
-# serves, here one pass. A *stage* is one of the repository's scripts. The first, *unbatched*, runs
-# one request at a time. (Other words are in the [glossary](../docs/glossary.md).)
+# that was generated last. To *compute* a token is to take its numbers through all layers; one call
+# of the model, for some tokens, is a *forward pass*. For each token it returns *logits*, a number
+# for each token of the vocabulary, by which the next one is chosen. A *step* is one round of the
+# loop that serves, here one pass. A *stage* is one of the repository's scripts. The first,
+# *unbatched*, runs one request at a time. (Other words are in the
+# [glossary](../docs/glossary.md).)
 #
 # ## Where tokens meet
 #
-# A model's layers are the same code four times. This is one of them. (In the comments B is a batch,
-# here of 1, T the tokens, C the 128 features, nh the heads, and hs the features of each.)
+# A model's layers are the same code four times. This is one of them. The comments say how large a
+# tensor is. `(..., T, C)` has T tokens with C features each, here 128. `(..., nh, T, hs)` has the
+# same numbers split by heads: nh = 4 heads, with hs = 32 features each. The dots stand for what may
+# come in front: here a 1, as there is one request.
 
 # %%
 source(Block.forward)
 source(MultiHeadAttention.forward)
 
 # %% [markdown]
-# `x` holds one row for each token. LayerNorm, the projections, the residual adds and the MLP work
-# on each row by itself, as if the others were not there. There is a single exception: the line that
-# calls `attend`.
+# `x` holds one row of numbers for each token. LayerNorm (`ln_1`, `ln_2`), the projections (`query`,
+# `key`, `value`, `c_proj`), the residual adds and the MLP work on each row by itself, as if the
+# others were not there. There is a single exception: the line that calls `attend`. That function is
+# handed to the model from outside, because every stage has its own. All of them compute attention:
+# a token's query meets the keys of the tokens that it may see, and their values are mixed.
 #
 # Is that so? The steps of the first block on a tensor of n rows, and on one of them alone:
 
@@ -92,7 +98,9 @@ nothing = torch.tensor([[False]])
 print(*moved_rows(3, attend=lambda layer, q, k, v: Head()(q, k, v, mask=nothing)), sep="\n")
 
 # %% [markdown]
-# This makes batching easy: any tokens, of any requests, may share a tensor if attention is right.
+# Now row 3 alone changes: no token learns anything of another. So attention decides everything. Put
+# any tokens of any requests into one tensor: if each of them sees the right keys in `attend`, the
+# results are right, for nothing else in the model connects them. This is what makes batching easy.
 #
 # ## Reading a mask
 #
@@ -152,8 +160,13 @@ with folded():
 # %% [markdown]
 # So a cache is exact: what has been computed for a token stays as it is. What of the old tokens
 # does a new token need? Its query needs their *keys and values*. Those we keep: that is the KV
-# cache. Old queries, outputs and logits are not needed again. *Unbatched* writes the new tokens'
-# keys and values at `start`, and then reads all of them:
+# cache. Old queries, outputs and logits are not needed again.
+#
+# And the last token? The next one is chosen by *its* logits. They come from its own query, which is
+# in no cache. So the last token always goes through all layers, even if its key and value were
+# known. It is the one token that a cache never saves.
+#
+# *Unbatched* writes the new tokens' keys and values at `start`, and then reads all of them:
 
 # %%
 source(KV.write)
@@ -212,10 +225,16 @@ show({f"a prompt: {n} x {n}": look("unbatched", [request], step=0),
       "the second chunk": look("chunked", [request], step=1, token_budget=4)}, label=word);
 
 # %% [markdown]
-# The three are one and the same rule: with S keys and T new tokens, the new tokens are the last T
-# of the S keys, and each new token sees everything up to itself. For T = S that is the triangle,
-# for T = 1 everything, and between them the whole past and a triangle over the last T columns. So
-# one `Head` serves prefill and decode, and any split into chunks gives the same logits:
+# The three are one and the same rule. There are S keys, and the last T of them are the new tokens'.
+# So new token number i, counted from 0, is at position S - T + i, and sees the keys 0 to S - T + i:
+#
+# | | T | S | the first new token sees | the last one sees |
+# |---|---|---|---|---|
+# | a prompt | 7 | 7 | key 0 | all 7 |
+# | one more token | 1 | 8 | all 8 | |
+# | the second chunk | 3 | 7 | keys 0 to 4 | all 7 |
+#
+# So one `Head` serves prefill and decode, and any split into chunks gives the same logits:
 
 # %%
 for budget in 1, 2, 3, 4, n:

@@ -94,15 +94,20 @@ with broken("a stream without boundaries"):
     check("ragged, mask", requests)
 
 # %% [markdown]
-# Nothing but the mask separates the requests. In the pass over the prompts, B sees A, which comes
-# before it. When both decode, A sees B as well: two queries face A's 11 keys and then B's 31, and
-# the causal rule alone takes the queries for the last two of these 42 places.
+# Nothing but the mask separates the requests. With the causal rule alone,
+#
+# - the pass over the prompts has A's 10 tokens and then B's 30, so B sees all of A. A is still
+#   right: B comes after it;
+# - the next pass has one new token of each, two queries. The keys are A's 11 and then B's 31. The
+#   causal rule takes the two queries for the last two of these 42. So A's query sees the keys 0 to
+#   40, which are A's 11 and 30 of B's, and now A is wrong, too.
 #
 # ## Masking is not skipping
 #
 # In the picture, the white cells are computed, too, and then hidden. The alternative, called
 # *varlen* for variable lengths, goes from request to request and computes only the diagonal blocks.
-# (Here by a loop in Python; on a GPU one kernel does it, such as FlashAttention's `varlen`.)
+# (Here by a loop in Python. On a GPU one *kernel* does it, such as FlashAttention's `varlen`: a
+# kernel is a program for the GPU, which is started once and works on all requests side by side.)
 
 # %%
 masked, skipped = (look(stage, requests, step=0).record

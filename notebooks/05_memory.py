@@ -75,8 +75,9 @@ ask("5.2: B's block table is [5, 3, 6], 4 tokens to a page. Which slot of the po
     guess=...)
 
 # %% [markdown]
-# These four tensors are all that the kernel of an engine is given, and these are vLLM's names for
-# them. What it computes in one launch, ours computes request by request:
+# In an engine a kernel, a program for the GPU, computes attention. These four tensors are all that
+# it is given, and these are vLLM's names for them. What the kernel does in one call, ours does
+# request by request:
 
 # %%
 source(paged_attention)

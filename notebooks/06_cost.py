@@ -28,7 +28,8 @@ from lab.views.report import latencies
 # %% [markdown]
 # ## Two limits
 #
-# A forward pass reads every weight once, and uses it for every row in two operations, a
+# A *row* in this notebook is one slot of a pass, a token or a pad: what the weights are multiplied
+# by. A forward pass reads every weight once, and uses it for every row in two operations, a
 # multiplication and an addition. So a pass needs at least the larger of two times: all bytes
 # divided by the bandwidth, and all operations divided by the peak. That is a *roofline*.
 
@@ -256,9 +257,10 @@ print("(1e8 + -1e8) + 1 =", ((torch.tensor(1e8) + -1e8) + 1).item())
 ask("6.5: In float32, how much is 1e8 + (-1e8 + 1)?", guess=...)
 
 # %% [markdown]
-# A kernel takes the order that is fastest for the shape it is given, and a batch changes the shape.
-# So the last digits of a request's logits depend on which others happen to run. (One can write
-# kernels that add in the same order for every shape: [docs/kernels.md](../docs/kernels.md).)
+# A kernel, a program for the GPU, takes the order that is fastest for the shape it is given, and a
+# batch changes the shape. So the last digits of a request's logits depend on which others happen to
+# run. (One can write kernels that add in the same order for every shape:
+# [docs/kernels.md](../docs/kernels.md).)
 #
 # ## Two questions
 #

@@ -64,9 +64,11 @@ with folded():
 #
 # ## How many requests?
 #
-# Let a request have a prompt of 700 tokens and an answer of 300, which may be as long as 3,300. If
-# it *reserves*, it holds from the beginning what it may need. With *pages* it holds what it has: at
-# most 1,000 tokens, and less before its end (notebook 5).
+# A request has a prompt of 700 tokens. Its answer may be as long as 3,300 tokens, but it ends after
+# 300, which nobody knows in advance. How much memory does it hold (notebook 5)?
+#
+# - If it *reserves*: from its first step on, room for what it may need.
+# - With *pages*: room for what it has. That is 700 tokens at first, and at most 1,000 at its end.
 
 # %%
 ask("7.3: A100 of 40 GiB, Llama 2 7B. How many requests run at once if each reserves?", guess=...)
@@ -112,13 +114,25 @@ with folded():   # all of whole pages
 #
 # ## More than one device
 #
-# If the weights do not fit into one device, each weight matrix is split over several, called
-# *ranks*. A block's matrices come in two groups, attention's and the MLP's, each with first
-# matrices and a last one. The first are split by their outputs: a rank computes some of the
-# features (in attention, some heads, whose keys and values only it keeps). The last is split by its
-# inputs: each rank has only a part of every sum, and an *all-reduce* adds the parts up. The
-# embeddings and the output layer are whole on every rank. Here is the split by inputs, and its
-# code:
+# If the weights do not fit into one device, the matrices of each block are split over several
+# devices, called *ranks*. A matrix can be split in two ways:
+#
+# - *By its outputs.* Each rank has some of the columns, and computes some of the output features,
+#   completely.
+# - *By its inputs.* Each rank has some of the rows, and multiplies only the features that belong to
+#   them. So it has a part of every sum. An *all-reduce* adds up the parts of all ranks, and gives
+#   the result to each.
+#
+# A block has two groups of matrices. In each group the first ones are split by their outputs, and
+# the last by its inputs. So between them a rank goes on with the features that it has:
+#
+# | group | by outputs | between them | by inputs |
+# |---|---|---|---|
+# | attention | query, key, value | some of the heads, with their keys and values | `c_proj` |
+# | MLP | the first | some of the features | the last |
+#
+# The embeddings and the output layer are whole on every rank. Here is the split by inputs, with two
+# ranks and in code:
 
 # %%
 x, W = torch.randn(3, 8), torch.randn(8, 5)
