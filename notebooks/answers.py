@@ -17,8 +17,9 @@ from pathlib import Path
 
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 MISSED = {}   # number of a question -> the wrong guesses so far
-SIZES = {"bytes": 1, "KB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
-THREE_DIGITS = 0.005   # how far a number may be off that is rounded to three
+SIZES = {   # the likely ones of a known miss first
+    "bytes": 1, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "KB": 1e3, "KiB": 2**10}
+EXACT = 0.001   # how far a number may be off that is written with three digits or more
 NO_POWER = "In Python, ^ is not a power: write 3**2 for 3²."
 
 
@@ -110,32 +111,45 @@ def misread(guess, it):
 
 def known_reason(said, it):
     """
-    The sentence for a known miss that a guess is near to, or "".
+    The sentence for the known miss that a guess is, or "".
 
-    A number may be another miss in each unit. The unit that is asked for comes first, but a miss
-    that is met to three digits comes before one that is only near.
+    A number may be another miss in each unit, and the unit that is asked for comes first. Only in
+    that unit may a guess be rounded, or calculated from rounded numbers. A small count in thousands
+    is none: nobody writes 2 for 2,000.
     """
-    values = in_units(said, it.get("unit", "ones")).values()
-    near = max(2.5 * it.get("within", 0), 0.01)
-    for reach in THREE_DIGITS, near:
-        for value in values:
-            distance, sentence = nearest_miss(value, it)
-            if distance <= reach:
-                return sentence
+    for unit, value in in_units(said, it.get("unit", "ones")).items():
+        distance, _, sentence = nearest_miss(value, it)
+        likely = value == said or unit in SIZES or value >= 10_000
+        if distance <= EXACT and likely:
+            return sentence
+    distance, miss, sentence = nearest_miss(said, it)
+    if distance <= 1.5 * it.get("within", 0) or is_rounded(said, miss):
+        return sentence
     return of_a_letter(said, it) if isinstance(it["answer"], str) else ""
 
 
 def nearest_miss(value, it):
-    """(how far it is, its sentence)"""
-    misses = [(off(value, value_of(wrong, it)), sentence)
-              for *wrongs, sentence in it["wrong"] for wrong in wrongs]
+    """(how far it is, its value, its sentence)"""
+    misses = []
+    for *wrongs, sentence in it["wrong"]:
+        for wrong in wrongs:
+            miss = value_of(wrong, it)
+            misses.append((off(value, miss), miss, sentence))
     return min(misses, key=lambda miss: miss[0])
+
+
+def is_rounded(guess, number):
+    """Whether a guess is a number that is rounded to two or three digits, by no more than 1%."""
+    if not isinstance(number, float):
+        return False
+    roundings = [float(f"{number:.{digits}g}") for digits in (2, 3)]
+    return guess in roundings and off(guess, number) <= 0.01
 
 
 def of_a_letter(letters, it):
     """The sentence for the first wrong one of some letters. If none is wrong, for the first."""
     wrong = [letter for letter in letters if letter not in value_of(it["answer"], it)]
-    distance, sentence = nearest_miss((wrong or letters)[0], it)
+    distance, _, sentence = nearest_miss((wrong or letters)[0], it)
     return sentence if distance == 0 else ""
 
 
