@@ -8,7 +8,7 @@ values stay as they are, and a pass computes the new token alone. Two things are
     attention             one row of n scores instead of n rows: O(n) per token, not O(n^2)
 
 (For a token of the smallest GPT-2 at n = 1,024, the linear layers take 247 million operations, the
-vocabulary included; its scores, and the sum that they weight, take 38 million.)
+vocabulary included; attention's scores and its weighted sum take 38 million.)
 
     layer 0   k  | k0 k1 k2 k3 .  .  .  . |      capacity 8, in tokens
               v  | v0 v1 v2 v3 .  .  .  . |      write: in place, at `start`
@@ -32,7 +32,7 @@ class KV:
         self.k, self.v = {}, {}    # layer -> (..., capacity, hs)
 
     def buffers(self, layer, k, v):
-        """A layer's two buffers, with room for all its keys and values."""
+        """A layer's two buffers. If they are new, k and v tell their axes, dtype and device."""
         if layer not in self.k:
             self.k[layer] = k.new_zeros(*k.shape[:-2], self.capacity, k.size(-1))
             self.v[layer] = v.new_zeros(*v.shape[:-2], self.capacity, v.size(-1))
@@ -54,5 +54,5 @@ class KV:
 
     @property
     def bytes_per_token(self):
-        """Of all layers, and all rows, together. 0 before anything is written."""
+        """Bytes of a token, in all layers and rows. 0 before anything is written."""
         return sum(t.nbytes for t in (*self.k.values(), *self.v.values())) // self.capacity

@@ -1,5 +1,5 @@
 """
-The engine: the loop of prefix, opened, so that requests can come and leave while it runs.
+The engine: prefix's loop, one step at a time, so that requests can come and leave while it runs.
 
 Until here, `generate` takes a list of requests and returns when all of them are done. A server has
 no such list. Clients ask at any time, read each token as it appears, and some leave in the middle.
@@ -115,9 +115,9 @@ class Engine:
             return []
         step = self.number
         self.number += 1
-        self.trace.step_times.clear()
+        self.trace.step_times.clear()   # when earlier steps began: an engine would collect them
         # 1. which requests compute how many tokens in this step
-        self.plan = []   # not the one before, if `schedule` fails
+        self.plan = []   # if `schedule` raises, the plan of the last step must not stay here
         self.plan = self.scheduler.schedule(step)
         try:
             # 2. one forward pass for decodes and chunks together
@@ -137,7 +137,7 @@ class Engine:
         return list(zip(batch.sampled, tokens))
 
     def forget(self, request):
-        """A request that has ended leaves nothing behind."""
+        """Drops what the trace knows of an ended request: how many of its tokens were computed."""
         self.trace.reached.pop(request.name, None)
 
 

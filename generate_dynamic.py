@@ -33,9 +33,9 @@ from toolbox.validate import at_least_1
 class Rectangle:
     """
     Left-padded (B, T): one row per request, as wide as the one with the most new tokens. Each
-    request keeps its own cache. The pasts differ in length too, so they are gathered into a second
-    rectangle in front of the new tokens, as wide as the longest past P. In each layer, a request
-    with p past and n new tokens has this row of keys,
+    request keeps its own cache. These caches differ in length, too. So past keys are copied into a
+    second rectangle, in front of the new keys. It is as wide as the longest past, P. In each layer,
+    a request with p past and n new tokens has this row of keys,
 
         | . . . past past past | . . new new |
           P - p pads, p past     T - n pads, n new      S = P + T keys

@@ -64,15 +64,16 @@ class StaticBatch:
         self.positions = columns[self.start:] - self.pads[:, None]  # counted from its first token
         # Pads and finished rows would count below 0 or too far: any position does for them.
         self.positions.clamp_(0, self.requests[0].context_length - 1)
-        self.mask = (columns >= self.pads[:, None])[:, None, None]  # (B, 1, 1, S)
+        no_pad = columns >= self.pads[:, None]                      # (B, S)
+        self.mask = no_pad[:, None, None]                           # (B, 1, 1, S), for all queries
 
         due = indices_due(self.plan)
         self.sampled = [self.plan[b][0] for b in due]
         self.wanted = (torch.tensor(due, device=device), -1)        # the last column of these rows
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
-        # A hidden value has weight 0, but 0 times inf is NaN. And a pad's value may be inf: in
-        # float16 its state may overflow although no token's does. So pads get values of zero.
+        # Pads get values of zero. A hidden value has weight 0, but 0 times inf is NaN; and in
+        # float16, a pad's hidden state may overflow to inf where no token's does.
         hidden = ~self.mask[..., self.start:].transpose(-2, -1)     # (B, 1, T, 1), the new columns
         self.kv.write(layer, self.start, k, v.masked_fill(hidden, 0.0))
         return head(q, *self.kv.read(layer, self.end), mask=self.mask)

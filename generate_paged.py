@@ -2,10 +2,10 @@
 Stage 6: paged memory. Keys and values live in a pool of pages, wherever there is room.
 
 This is vLLM's PagedAttention. The batch is still ragged's flat stream; only the place of the keys
-changes. Four tensors describe it to a kernel. Here A decodes its 10th token, and B computes a
-prompt of 3:
+changes. Four tensors tell a kernel where tokens and keys are. Here A has 9 tokens in its cache and
+decodes one more, and B computes a prompt of 3:
 
-    query_start_loc   0, 1, 4          A's token is number 0 of the stream, B's are 1, 2 and 3
+    query_start_loc   0, 1, 4          ragged's cu_seqlens: A's token is number 0, B's are 1 to 3
     seq_lens          10, 3            how many keys each has after this pass
     block_table       0  2  3          A's pages, of 4 tokens each
                       1  .  .          B's
@@ -45,7 +45,7 @@ def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table)
 
     q:                (..., nh, N, hs)  queries of the new tokens; a Llama's have a group axis
     k_pages, v_pages: (nh, pages, page_size, hs)  the pool; the new keys are in it already
-    query_start_loc:  (B + 1,)  request i owns the new tokens query_start_loc[i] to [i + 1]
+    query_start_loc:  (B + 1,)  request i owns new tokens query_start_loc[i] to [i + 1] - 1
     seq_lens:         (B,)  keys of each request
     block_table:      (B, most pages of a request)
     """
@@ -109,8 +109,9 @@ class Paged(Flat):
 
 def pool_size(requests, max_batch, page_size, pages=None):
     """
-    `pages`, but no more than all requests together can fill. None: enough for the max_batch largest
-    requests at once, so that none is ever preempted.
+    How many pages the pool gets. pages None: enough for the max_batch largest requests at once;
+    never more of them run, so none is ever preempted. Else `pages`, or as many as all requests
+    together can fill, if that is fewer.
     """
     needed = sorted(-(-request.kv_capacity // page_size) for request in requests)   # rounded up
     if pages is None:

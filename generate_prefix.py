@@ -26,10 +26,14 @@ are needed. So a request writes only into pages it allocated, and no page is cop
 Better than paged: tokens whose keys are still in a page are not computed again. Layout and loop are
 paged's; only the scheduler differs. Its plans are those of vLLM with default knobs, in 1,200 of
 1,200 recorded workloads.
-Wasted: the gathered copies, which a kernel does not make (beyond/kernel.py); a pass reads all
-weights for one token of each decode (beyond/speculative.py guesses more); the device waits while
-the host plans (beyond/ahead.py); a long request may wait behind others (beyond/fairness.py); layers
-that look back over a window keep all keys (beyond/hybrid.py).
+Wasted, and the file of beyond/ that saves it:
+
+    keys are gathered into a copy                                                kernel.py
+    a pass reads all weights, and each decode gets only one token from it        speculative.py
+    the device waits while the host plans                                        ahead.py
+    a short request may wait long behind others                                  fairness.py
+    layers that look back over a window only keep all keys                       hybrid.py
+
 Next: engine.py opens the loop, for requests that come while it runs.
 """
 from array import array
@@ -56,8 +60,9 @@ class PrefixPool(PagePool):
 
     free_queue: {page: None}, in order; a page that is found leaves it from the middle
     ref_count:  for each page, how many block tables it is in; those with 0 are in the free queue
-    cached:     {hash: {page: None}}, the pages with this hash, the oldest first. More than one if
-                requests with equal tokens computed that page side by side
+    cached:     {hash: {page: None}}, the pages with this hash, the oldest first. There may be
+                several: pages are looked for only at admission, and never that of the last token.
+                So requests with equal tokens may compute the same page again
     hash_of:    {page: hash}, the reverse
     """
 
@@ -69,7 +74,7 @@ class PrefixPool(PagePool):
         self.hash_of = {}
 
     def find(self, hashes):
-        """The pages of the longest beginning that can be found, one for each of its hashes."""
+        """The cached pages of the longest beginning that has them, one for each of its hashes."""
         pages = []
         for digest in hashes:
             if digest not in self.cached:
@@ -79,7 +84,10 @@ class PrefixPool(PagePool):
         return pages
 
     def share(self, table, pages):
-        """Appends these pages to a block table. They leave the free queue, if they were in it."""
+        """
+        Appends these pages, cached or newly allocated, to a block table, and counts the reference.
+        They leave the free queue, if they were in it.
+        """
         for page in pages:
             self.free_queue.pop(page, None)
             self.ref_count[page] += 1
@@ -96,8 +104,9 @@ class PrefixPool(PagePool):
 
     def free(self, table):
         """
-        Pages that are now in no table go back, the last of a table first: a page is found only
-        through those before it.
+        Puts the pages that are now in no table back: to the end of the queue if they can be found,
+        else to the front. The last page of a table goes first, and so is taken first: it is found
+        only through the pages before it.
         """
         for page in reversed(table):
             self.ref_count[page] -= 1
@@ -136,17 +145,20 @@ class PrefixScheduler(PagedScheduler):
 
     def admit(self, request):
         """As PagedScheduler.admit. Its table begins with the pages that are found."""
-        full = (request.todo - 1) // self.pool.page_size   # pages before its last token
-        found = self.pool.find(self.hash_of_page(request, i) for i in range(full))
-        new = self.pool.needed(request.todo) - len(found)
-        # Found pages that are free leave the free queue as well: they must not be counted twice.
-        found_free = sum(page in self.pool.free_queue for page in found)
-        if new + found_free > len(self.pool.free_queue):
+        full_pages = (request.todo - 1) // self.pool.page_size   # without its last token
+        # A generator: hashes after the first page that is not found are never computed.
+        hashes = (self.hash_of_page(request, i) for i in range(full_pages))
+        cached_pages = self.pool.find(hashes)
+        new_pages = self.pool.needed(request.todo) - len(cached_pages)
+        # Cached pages that are in the free queue will leave it, so they cannot be new pages, too.
+        cached_and_free = sum(page in self.pool.free_queue for page in cached_pages)
+        if new_pages + cached_and_free > len(self.pool.free_queue):
             return False
         request.block_table = []
-        request.computed = len(found) * self.pool.page_size
-        self.pool.share(request.block_table, found)
-        self.pool.counts.update(shared_pages=len(found), saved_tokens=request.computed)   # adds
+        request.computed = len(cached_pages) * self.pool.page_size
+        self.pool.share(request.block_table, cached_pages)
+        self.pool.counts["shared_pages"] += len(cached_pages)
+        self.pool.counts["saved_tokens"] += request.computed
         return True
 
     def make_room(self, request, n):
@@ -168,10 +180,12 @@ class PrefixScheduler(PagedScheduler):
         Takes back a plan whose pass has failed. (engine.py calls this.)
 
         `make_room` has registered the pages that the pass should have filled. They were not filled,
-        so nobody may find them any more. One of the plan's requests may have found another's by
-        now, so all of them are preempted: they give their pages back, and keep their tokens.
+        so nobody may find them any more. But a request of the same plan may share such a page
+        already. So all requests of the plan are preempted: they give their pages back, and keep
+        their tokens.
         """
-        for request, _ in reversed(plan):   # each goes to the front: backwards keeps their order
+        # `preempt` puts a request at the front of the queue. The last one first keeps the order.
+        for request, _ in reversed(plan):
             first = request.computed // self.pool.page_size   # the first page that is not full
             for page in request.block_table[first:]:
                 self.pool.forget(page)

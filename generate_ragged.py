@@ -6,8 +6,9 @@ All padding comes from the batch axis, so that axis goes. The tokens of all requ
 token-wise layer takes a stream as it is. Only attention must know the boundaries, in one of two
 ways:
 
-    "mask":    all N tokens against all keys, S in all, and a block-diagonal mask: N x S scores
-    "varlen":  each request's n tokens against its own S_i keys, no others: the sum of n x S_i
+    "mask":    all N tokens attend to the S keys of all requests: N x S scores. A block-diagonal
+               mask hides the scores between two requests
+    "varlen":  the n tokens of request i attend to its own S_i keys: n x S_i scores a request
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 
@@ -32,8 +33,8 @@ from toolbox.validate import one_of
 class Flat:
     """
     Ragged (N,): all new tokens of all requests in one stream, with no batch axis and so no padding.
-    Request i owns tokens cu_seqlens[i] to cu_seqlens[i + 1]. A and B decode, D computes 3 tokens
-    after the 2 in its cache:
+    Request i owns tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1. A and B decode, D computes 3
+    tokens after the 2 in its cache:
 
                 keys   A A A A   B B   D D D D D
             A          x x x x   . .   . . . . .       "mask" computes every entry and
@@ -112,9 +113,9 @@ class Flat:
 
 def contained(k, v):
     """
-    Keys and values, changed so that one request's NaN stays its own. A hidden key has weight 0, but
-    0 times NaN is NaN. So a value that is not finite becomes zeros, and its key NaN: that reaches
-    the tokens which see the key, and no others.
+    Keys and values, changed so that one request's NaN stays its own. A hidden value has weight 0,
+    but 0 times NaN is NaN. So a value that is not finite becomes zeros, and its key becomes NaN.
+    Head sets hidden scores to -inf, even a NaN. So the NaN reaches only tokens that see the key.
     """
     lost = ~v.isfinite().all(dim=-1, keepdim=True)                              # (..., S, 1)
     return k.masked_fill(lost, torch.nan), v.masked_fill(lost, 0.0)

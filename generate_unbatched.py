@@ -22,14 +22,15 @@ the CPU, and no longer than one on the GPU, where reading dominates up to 150 ro
 slower than the bound: on such a CPU, 32 rows were measured to take 3.4 times as long as one. See
 docs/measurements.md, whose benchmark ran on another machine, of 44 GB/s and 0.467 TFLOP/s.)
 
-The bound counts weights only. Each row also reads its own keys and values, and that part no batch
-shares: with them, 32 rows take 1.9 times as long as one on the A100 if each has 210 tokens in its
-cache, and 5.0 times if each has 1,000. Pages and prefixes, the last stages, are about that part.
+The bound counts weights only. Each row also reads its own keys and values, which a batch cannot
+share. If each row has 210 tokens in its cache, 32 rows take 1.9 times as long as one on the A100;
+with 1,000 tokens, 5.0 times. The last two stages, paged and prefix, are about keys and values.
 Next: static batching computes a token for many requests from one read of the weights.
 
-Every script's check makes one forward pass, without a cache, over each prompt and its answer
-(lab/checks/check.py). Tokens must be equal, unless rounding decides between two of them (a
-*near-tie*, counted apart). Logits must agree to 1e-4 of the largest in float32.
+Every script checks its answers at the end (lab/checks/check.py). For each request, one forward pass
+without a cache computes the prompt and the answer. By the causal rule, it yields the logits before
+each token of the answer. Sampling from them must give the same token, unless rounding decides
+between two (a *near-tie*, counted apart). In float32, the logits must agree to 1e-4 of the largest.
 """
 import torch
 

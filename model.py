@@ -56,8 +56,8 @@ class Head(nn.Module):
     Scaled dot-product attention: softmax(q k^T / sqrt(hs)) v, with or without a past.
 
     It is *stateless*: no weights, no cache, no dropout. So one object, `head`, serves all layers
-    and all stages. Any leading axes `...` will do: (B, nh) for all heads and rows of a rectangle,
-    (nh,) for those of a flat stream. (Production code calls a fused kernel here, such as
+    and all stages. One call computes all heads at once: they are leading axes `...`, (B, nh) for a
+    batch of B rows, (nh,) for a flat stream. (Production code calls a fused kernel here, such as
     FlashAttention, which never stores the T x S scores.)
 
     Head applies the causal rule itself, because every layout needs it, even for a chunk of a prompt
@@ -219,7 +219,8 @@ def keep_top(logits, temperature, top_k=None, top_p=1.0):
         ordered = logits.sort(descending=True).values              # (V,), the largest first
         probabilities = ((ordered - ordered[0]) / temperature).softmax(dim=-1)
         sums = probabilities.cumsum(dim=-1)
-        last = int((sums < top_p - 1e-12).sum())   # the first whose sum reaches it
+        # The sums ascend: as many as stay below top_p stand before the first that reaches it.
+        last = int((sums < top_p - 1e-12).sum())   # 1e-12: a sum may round to just below top_p
         last = min(last, len(sums) - 1)    # by rounding, even the sum of all may stay below top_p
         logits = logits.masked_fill(logits < ordered[last], -math.inf)
     return logits

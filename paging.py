@@ -11,10 +11,10 @@ request lists its pages in the order of its tokens. The *free queue* lists the p
     B's table     1                  B's next token goes into page 1, so B needs no page for it
     free queue    3, 4               A's next page is 3, when page 2 is full
 
-A request is admitted if the free pages can hold all tokens that it has. It takes them chunk by
-chunk, as its prompt is computed, and later one more whenever its last page is full.
+A request is admitted if the free pages can hold all tokens that it has. Nothing is reserved: it
+takes pages chunk by chunk, as its prompt is computed, and one more whenever its last page is full.
 
-If too few pages are free for that, the running request that arrived last is *preempted*: it gives
+If too few pages are free by then, the running request that arrived last is *preempted*: it gives
 its pages back, keeps its tokens, and waits at the front of the queue. That step admits no request.
 Later its keys and values are computed again, but no token is sampled again.
 
@@ -67,7 +67,7 @@ class PagedScheduler(Scheduler):
         return True
 
     def make_room(self, request, n):
-        """Gives it pages for its next n tokens. False if it had to be preempted itself."""
+        """Gives a request pages for its next n tokens. False if it was preempted for them."""
         # computed + n tokens have keys after this pass. A token that the pass samples is not one of
         # them: its key is computed, and needs room, in the next pass.
         more = self.pool.needed(request.computed + n) - len(request.block_table)
@@ -81,7 +81,7 @@ class PagedScheduler(Scheduler):
 
     def victim(self):
         """The running request that is preempted next: the last to arrive."""
-        return self.running[-1]
+        return self.running[-1]   # `running` is in order of arrival, as the queue always is
 
     def preempt(self, request):
         """Takes its pages. It keeps its tokens and its random stream, and waits at the front."""

@@ -30,7 +30,7 @@ class Request:
     max_new_tokens: at least 1
     temperature:    0 takes the most likely token, above 0 samples
     top_k:          sample from the k largest logits only (more if the k-th is tied); None: from all
-    top_p:          of these, from the most likely whose probabilities reach top_p; 1: from all
+    top_p:          of these, keep the fewest most likely whose probabilities sum to top_p; 1: all
     seed:           starts this request's own random stream
     eos_token:      a token, or a tuple of tokens, that ends the request; it is kept as the last one
     name:           for messages and plots; if empty, `prepare` chooses one
@@ -58,7 +58,7 @@ class Request:
     block_table: list | None = field(default=None, init=False)
     # from generate_prefix.py on: the hashes of its full pages
     page_hashes: list = field(default_factory=list, init=False)
-    # always empty on the path. Essays in beyond/ put tokens here that are only guessed
+    # always empty in the stages. Some files of beyond/ put tokens here that are only guessed
     assumed: list = field(default_factory=list, init=False)
     context_length: float = field(default=math.inf, init=False)  # the model's; set by `prepare`
 
@@ -82,6 +82,7 @@ class Request:
         """Tokens start to end - 1 of prompt + generated + assumed, without joining whole lists."""
         tokens = []
         for part in self.prompt, self.generated, self.assumed:
+            # Here start and end count from the first token of this part; below 0 is before it.
             tokens += part[max(start, 0):max(end, 0)]
             start -= len(part)
             end -= len(part)
@@ -100,8 +101,8 @@ class Request:
     @property
     def kv_capacity(self):
         """
-        The most tokens that its cache will hold, its prompt and its longest answer. The last
-        generated token is never fed back, so a prompt of 9 and 8 new tokens need 9 + 8 - 1 = 16.
+        The most tokens that its cache will hold: its prompt and its longest answer, but the last
+        token. That one is never fed back. So a prompt of 9 and 8 new tokens need 9 + 8 - 1 = 16.
         """
         return min(len(self.prompt) + self.max_new_tokens - 1, self.context_length)
 
@@ -123,12 +124,13 @@ class Request:
 
     def is_last(self, number):
         """
-        Whether its number-th generated token is its last: max_new_tokens is reached, or the context
-        is full, so that the model cannot compute this token to get another.
+        Whether its number-th generated token is its last: max_new_tokens is reached, or the token
+        has no position in the context, so the model cannot compute it to get another one.
         """
         if number >= self.max_new_tokens:
             return True
-        return len(self.prompt) + number > self.context_length
+        position = len(self.prompt) + number - 1   # of that token; positions count from 0
+        return position >= self.context_length
 
     def append(self, token):
         """Adds the next token. A sequence without a position left ends; it is never cropped."""

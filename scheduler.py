@@ -13,8 +13,9 @@ A *decode* (d) needs one token; a prompt needs many, and may get them in chunks 
 decodes first, yet no decode ever waits for a prompt. Above, step by step:
 
     D has 6 tokens to do and gets the 2 that are left, so the budget is used up;
-    nobody is admitted behind D in this step, nor in a later one until D has all its 6;
-    so while D is incomplete it is the last that runs, and A, B and C before it need one token each.
+    while D is incomplete, each step gives it all that is left, so nobody is admitted after it;
+    so D is the last that runs, and A, B and C before it need one token each;
+    they get it: each was admitted with a token that the others left, so at most 8 requests run.
 
 (vLLM V1 has this loop, too.)
 
@@ -60,8 +61,9 @@ class Scheduler:
         plan = []
         budget = self.token_budget
         before = len(self.running)
-        # 1. Requests that run go on. `make_room` may remove the last of this list while the loop
-        #    reads it. That is safe: the loop has not reached that one yet, or is at it and ends.
+        # 1. Requests that run go on. `make_room` may preempt requests while the loop reads this
+        #    list. It removes them from the end: first those that the loop has not reached, at last
+        #    the current one, which is then the last of the list, and the loop ends.
         for request in self.running:
             n = min(request.todo, budget)
             if n and self.make_room(request, n):
@@ -75,10 +77,11 @@ class Scheduler:
             request = self.waiting.popleft()
             self.running.append(request)
             n = min(request.todo, budget)   # only now: `admit` may have found computed tokens
-            self.make_room(request, n)      # succeeds: `admit` has seen to it
+            self.make_room(request, n)      # succeeds: `admit` has checked
             plan.append((request, n))
             budget -= n
-        if not plan and (self.running or self.arrived(step)):   # no later step would be better
+        # A guard. If requests are there and none can compute, nothing would change in later steps.
+        if not plan and (self.running or self.arrived(step)):
             stuck = (self.running or self.waiting)[0]
             raise RuntimeError(f"{stuck} has arrived at step {step}, but nothing can go on")
         return plan

@@ -143,11 +143,11 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "as if a request that was preempted itself could go on"),
     ("free", 4, "if self.ref_count[page] == 0", "if self.ref_count[page] == 1",
      "as if a page that one other table has were free"),
-    ("admit", 4, "request.computed = len(found) * self.pool.page_size", "pass",
+    ("admit", 4, "request.computed = len(cached_pages) * self.pool.page_size", "pass",
      "as if `computed` stayed 0, although pages are found: they would be computed again"),
-    ("admit", 4, "if new + found_free >", "if self.pool.needed(request.todo) >",
+    ("admit", 4, "if new_pages + cached_and_free >", "if self.pool.needed(request.todo) >",
      "as if every page had to be new"),
-    ("admit", 4, "self.hash_of_page(request, i) for i in range(full)", "[]",
+    ("admit", 4, "(self.hash_of_page(request, i) for i in range(full_pages))", "[]",
      "as if nothing were looked up"),
     ("cache_filled", 4, "end // size)", "-(-end // size))", "a page that is not full"),
     ("free", 4, "if page not in self.hash_of", "if False", "pages that nobody can find"),
@@ -171,8 +171,9 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
      "request.block_table, more)\n    request.block_table.reverse()", "pages stay where they are"),
     ("preempt", 3, '["preemptions"] += 1', '["preemptions"] = 1', "preemptions: 1, expected 3"),
     ("admit", 3, "self.pool.needed(request.todo)", "-(-request.todo // 4)", "page_size 2"),
-    ("admit", 4, "self.pool.share(request.block_table, found)", "self.pool.share([], found)\n    "
-     "self.pool.share(request.block_table, found)", "pages that are counted once more"),
+    ("admit", 4, "self.pool.share(request.block_table, cached_pages)",
+     "self.pool.share([], cached_pages)\n    self.pool.share(request.block_table, cached_pages)",
+     "pages that are counted once more"),
     ("make_room", 3, "self.pool.allocate(request.block_table, more)", "for _ in range(more):\n"
      "        request.block_table.append(self.pool.free_queue.popleft())",
      "not yet. Use self.pool.allocate: "),   # step 4's pool has another queue

@@ -138,8 +138,7 @@ def ideas(result):
         at_once.setdefault(most, []).append(name)
     together = "; ".join(f"{', '.join(names)} {most}" for most, names in at_once.items())
     how = (f"Each script runs the same {result['requests']} prompts in the same memory, and prints "
-           "this table at its end. Worst gap: the most slots computed between two tokens of a "
-           f"request. The most requests in a step: {together}.")
+           f"this table at its end. The most requests in a step: {together}.")
     return Table(["stage", "passes", "slots", "worst gap"], rows, how, small_print="{how}")
 
 
