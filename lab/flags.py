@@ -315,7 +315,8 @@ def guarded(prog, work, speaks=True):
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"{prog}: not enough memory. {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{prog}: not enough memory. {' '.join(str(error).split())}".rstrip(),
+              file=sys.stderr)
         return 1
 
 

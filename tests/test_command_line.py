@@ -254,7 +254,7 @@ def test_python_without_docstrings():
 @pytest.mark.parametrize("work", [lambda: torch.empty(10**15), lambda: bytearray(10**18)])
 def test_too_little_memory_is_one_line(work):
     code, out, err = captured(flags.guarded, "x.py", work)
-    assert code == 1 and err.startswith("x.py: not enough memory. ") and err.count("\n") == 1
+    assert code == 1 and err.startswith("x.py: not enough memory.") and err.count("\n") == 1
 
 
 def test_a_fault_of_ours_is_no_lack_of_memory():

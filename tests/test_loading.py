@@ -5,6 +5,7 @@ transformers, or one clear line says what is wrong.
 import importlib
 import importlib.util
 import json
+import logging
 import random
 import re
 import shutil
@@ -197,14 +198,16 @@ def test_a_name_is_downloaded_by_huggingface_hub(folder, monkeypatch):
     assert not asked   # refused before its weights are here
 
 
-def test_no_network_is_one_clear_line(monkeypatch):
+def test_no_network_is_one_clear_line(monkeypatch, caplog):
     def offline(*args, **kwargs):
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
         raise requests.exceptions.ConnectionError("Max retries exceeded\nwith url")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     refused("gpt2-xl", "model 'gpt2-xl': downloading failed .. local folder or the built-in model"
             " .. exceeded with url", GPT.from_pretrained)
+    assert not caplog.records   # nothing beside it
     refused("", "tokenizer 'gpt2': .. connect once .. ConnectionError", lambda _: tokenizer.gpt2())
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)   # it is not installed
     refused("gpt2", "model 'gpt2': downloading needs a package: pip install huggingface_hub",
@@ -445,6 +448,21 @@ def test_transformers_says_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", READS_ALL, *map(str, folders)], cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "[transformers] said to others\n")
+
+
+@pytest.mark.parametrize("kind", ["Llama 2, legacy", "Unigram"])
+def test_a_run_of_bytes_is_judged_as_a_whole(kind, tmp_path):
+    """By these tokenizers: so none of its text is certain before its end."""
+    made(kind).save(str(tmp_path / "tokenizer.json"))
+    ours = tokenizer.FromFolder(tmp_path)
+    ids = ours.inner.get_vocab()
+    right = [ids[piece] for piece in ("<0xE4>", "<0xBD>", "<0xA0>")]
+    wrong = [*right, ids["<0xFF>"]]
+    assert ours.decode(right) == "\u4f60" and ours.decode(wrong) == "\ufffd" * 4
+    for run, text in (right, "\u4f60"), (wrong, "\ufffd" * 4):
+        stream = Stream(ours)
+        assert [stream.add(token) for token in run] == [""] * len(run)
+        assert stream.add(ids["s"]) == text + "s"
 
 
 @pytest.mark.parametrize("kind", KINDS)

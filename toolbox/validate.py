@@ -1,7 +1,9 @@
 """Bad values, each refused by one line that names the request or the knob, and what is allowed."""
+import logging
 import math
 import operator
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
@@ -23,6 +25,20 @@ def one_line(what, *expected):
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         said = str(getattr(error, "strerror", None) or f"{kind}{error}")   # "No such file ..."
         raise ValueError(f"{what}: {' '.join(said.split()):.300}") from None
+
+
+@contextmanager
+def silent(library):
+    """Nothing of what a library logs or warns of stands beside a command's one line."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def check(name, value, right, allowed):

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
-from toolbox.validate import at_least_1, check_config, one_line, one_of
+from toolbox.validate import at_least_1, check_config, one_line, one_of, silent
 
 BUILTIN = Path(__file__).parent / "builtin"   # the built-in model
 NAMES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
@@ -115,10 +115,11 @@ def download(repository, kinds):
     with one_line("downloading needs a package: pip install huggingface_hub", ImportError):
         from huggingface_hub import hf_hub_download, snapshot_download
     failed = "downloading failed; connect once, or use a local folder or the built-in model"
-    with one_line(failed, Exception):   # those of its HTTP client, whichever it is
+    # Exceptions of its HTTP client, whichever it is; and it logs each of five attempts.
+    with one_line(failed, Exception), silent("huggingface_hub"):
         config = Path(hf_hub_download(repository, "config.json"))
     read_config(config, kinds)   # refused before its weights are here
-    with one_line(failed, Exception):
+    with one_line(failed, Exception), silent("huggingface_hub"):
         return Path(snapshot_download(repository, allow_patterns=[*DOWNLOADED]))
 
 

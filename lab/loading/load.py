@@ -96,6 +96,10 @@ class Stream:
     """
     Tokens become text one after another: whole characters, and no special tokens. Bytes wait only
     while they may still become a character, so at most three; what never will is U+FFFD at once.
+
+    Tokens that are single bytes by name (<0xE4>) wait until another kind of token comes. For their
+    tokenizers replace the whole run by U+FFFD, its right characters too, if one byte in it is
+    wrong. A text must not depend on whether it was streamed.
     """
 
     def __init__(self, tokenizer):

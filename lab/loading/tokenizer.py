@@ -6,16 +6,13 @@ format (one line per token: base64 of its bytes, and its rank). GPT-2's comes wi
 downloads it once. Hugging Face's transformers reads those of other models.
 """
 import base64
-import logging
 import re
-import warnings
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import tiktoken
 
-from toolbox.validate import is_whole, one_line
+from toolbox.validate import is_whole, one_line, silent
 from toolbox.weights import read_object
 
 END_OF_TEXT = "<|endoftext|>"
@@ -106,23 +103,6 @@ def end_of(folder, usual):
     return usual
 
 
-@contextmanager
-def silent():
-    """
-    transformers warns of settings that nobody uses here, beside the one line that a command says.
-    What keeps it from reading a folder is an error, not a warning.
-    """
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 class FromFolder:
     """
     A folder's tokenizer as transformers reads it, with the methods and attributes of Encoding.
@@ -135,7 +115,7 @@ class FromFolder:
                       "lab/loading/requirements.txt", ImportError):
             from transformers import AutoTokenizer  # it takes a second
         with one_line(f"{self.name}: transformers cannot read it", Exception):   # of any kind
-            with silent():
+            with silent("transformers"):   # it warns of settings that nobody uses here
                 self.inner = AutoTokenizer.from_pretrained(folder, local_files_only=True,
                                                            trust_remote_code=False)
         pieces, added = self.inner.get_vocab(), self.inner.added_tokens_decoder
