@@ -83,7 +83,7 @@ for title, mask in ("with the padding mask", no_pads), ("without it", None):
 # ## Why on the left?
 #
 # After the prefill, each row needs the logits of its last token. With the padding on the left,
-# these tokens are all in the last column.
+# these tokens are all in the last column, so the code reads that one in every step.
 #
 # Here is the same batch padded on the right. The mask hides the pads there, the positions are
 # right, and every later token goes where it belongs, into a new column. Nothing else is changed in

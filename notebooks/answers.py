@@ -46,70 +46,98 @@ def has_a_caret(frame):
     return False
 
 
-def value_of(said, it):
+def value_of(guess, question):
     """A guess, or a value of questions.toml, as a str, tuple or float; None: it cannot be read."""
-    said = said.tolist() if hasattr(said, "tolist") else said   # numpy's and torch's
-    several = isinstance(said, (list, tuple, set, range))
-    none = isinstance(said, str) and said.strip().lower() == "none"
-    if isinstance(it["answer"], str):
-        text = "".join(map(str, said)) if several else str(said)
-        names = sorted({*re.findall(r"\w", text.upper())})
-        return "none" if none else "".join(names) if names and {*names} <= {*it["of"]} else None
-    if isinstance(it["answer"], list):
-        if not several and not none:
-            return None
-        values = [*map(number_of, [] if none else said)]
-        if None in values or said == () or "ordered" in it and len(values) != len(it["answer"]):
-            return None
-        return tuple(values if "ordered" in it else sorted({*values}))
-    return number_of(said)
+    if hasattr(guess, "tolist"):   # numpy's and torch's
+        guess = guess.tolist()
+    if isinstance(question["answer"], str):
+        return letters_of(guess, question["of"])
+    if isinstance(question["answer"], list):
+        return numbers_of(guess, question)
+    return number_of(guess)
 
 
-def number_of(said):
-    is_number = isinstance(said, (int, float)) and not isinstance(said, bool)
-    return float(said) if is_number and abs(said) < 1e300 else None   # NaN and infinity are none
+def letters_of(guess, known):
+    """The letters of a guess, in order and each once, as a str; None if it has others."""
+    if says_none(guess):
+        return "none"
+    text = "".join(map(str, guess)) if is_list(guess) else str(guess)
+    letters = sorted({*re.findall(r"\w", text.upper())})
+    return "".join(letters) if letters and {*letters} <= {*known} else None
 
 
-def off(said, value):
+def numbers_of(guess, question):
+    """The numbers of a list, as a tuple; in order and each once, unless their order counts."""
+    if says_none(guess):
+        guess = []
+    if not is_list(guess) or guess == ():
+        return None
+    numbers = [number_of(number) for number in guess]
+    if None in numbers:
+        return None
+    if "ordered" not in question:
+        return tuple(sorted({*numbers}))
+    return tuple(numbers) if len(numbers) == len(question["answer"]) else None
+
+
+def number_of(guess):
+    """A number as a float; None: it is none, or NaN or infinity."""
+    is_number = isinstance(guess, (int, float)) and not isinstance(guess, bool)
+    return float(guess) if is_number and abs(guess) < 1e300 else None
+
+
+def is_list(guess):
+    return isinstance(guess, (list, tuple, set, range))
+
+
+def says_none(guess):
+    return isinstance(guess, str) and guess.strip().lower() == "none"
+
+
+def off(guess, value):
     """How far a guess is from a value, as a share of it. Of a list: its farthest number."""
-    if isinstance(said, tuple) and len(said) == len(value):
-        return max(map(off, said, value), default=0)
-    if isinstance(said, float) and value:
-        return abs(said / value - 1)
-    return 0 if said == value else math.inf
+    if isinstance(guess, tuple) and len(guess) == len(value):
+        return max(map(off, guess, value), default=0)
+    if isinstance(guess, float) and value:
+        return abs(guess / value - 1)
+    return 0 if guess == value else math.inf
 
 
-def in_units(said, asked):
+def in_units(guess, asked):
     """{unit: what a guess means in it}, the unit that is asked for first."""
+    if not isinstance(guess, float):
+        return {asked: guess}
     one = SIZES.get(asked, 1)
     units = {asked: one, "thousands": 1e3 * one, "thousandths": 1e-3 * one}
-    units |= SIZES if asked in SIZES else {}
-    is_number = isinstance(said, float)
-    return {unit: said * size / one if is_number else said for unit, size in units.items()}
+    if asked in SIZES:
+        units |= SIZES
+    return {unit: guess * size / one for unit, size in units.items()}
 
 
-def form(it):
+def form(question):
     """What a guess looks like."""
-    if isinstance(it["answer"], str):
+    if isinstance(question["answer"], str):
         return 'letters in quotes, such as "X Y", or "none"'
-    if isinstance(it["answer"], list):
-        n = len(it["answer"])
-        return f"a list of {n} numbers, such as {[*range(10, 10 + n)]}" if "ordered" in it else \
-            'a list of numbers, such as [10, 11], or "none"'
-    return f"a number{' of ' + it['unit'] if 'unit' in it else ''}, such as 99 or 9 * 11"
+    if isinstance(question["answer"], list) and "ordered" in question:
+        example = [*range(10, 10 + len(question["answer"]))]
+        return f"a list of {len(example)} numbers, such as {example}"
+    if isinstance(question["answer"], list):
+        return 'a list of numbers, such as [10, 11], or "none"'
+    of_unit = f" of {question['unit']}" if "unit" in question else ""
+    return f"a number{of_unit}, such as 99 or 9 * 11"
 
 
-def misread(guess, it):
+def misread(guess, question):
     """What is said first of a guess that cannot be read, if it is clear what it means."""
-    asks_which = isinstance(it["answer"], list) and "ordered" not in it
+    asks_which = isinstance(question["answer"], list) and "ordered" not in question
     if asks_which and number_of(guess) is not None:
         return "Is that a count? "
-    if isinstance(it["answer"], (int, float)) and isinstance(guess, tuple) and guess:
+    if isinstance(question["answer"], (int, float)) and isinstance(guess, tuple) and guess:
         return "A comma makes two numbers of one. "
     return ""
 
 
-def known_reason(said, it):
+def known_reason(guess, question):
     """
     The sentence for the known miss that a guess is, or "".
 
@@ -117,23 +145,23 @@ def known_reason(said, it):
     that unit may a guess be rounded, or calculated from rounded numbers. A small count in thousands
     is none: nobody writes 2 for 2,000.
     """
-    for unit, value in in_units(said, it.get("unit", "ones")).items():
-        distance, _, sentence = nearest_miss(value, it)
-        likely = value == said or unit in SIZES or value >= 10_000
+    for unit, value in in_units(guess, question.get("unit", "ones")).items():
+        distance, _, sentence = nearest_miss(value, question)
+        likely = value == guess or unit in SIZES or value >= 10_000
         if distance <= EXACT and likely:
             return sentence
-    distance, miss, sentence = nearest_miss(said, it)
-    if distance <= 1.5 * it.get("within", 0) or is_rounded(said, miss):
+    distance, miss, sentence = nearest_miss(guess, question)
+    if distance <= 1.5 * question.get("within", 0) or is_rounded(guess, miss):
         return sentence
-    return of_a_letter(said, it) if isinstance(it["answer"], str) else ""
+    return of_a_letter(guess, question) if isinstance(question["answer"], str) else ""
 
 
-def nearest_miss(value, it):
+def nearest_miss(value, question):
     """(how far it is, its value, its sentence)"""
     misses = []
-    for *wrongs, sentence in it["wrong"]:
+    for *wrongs, sentence in question["wrong"]:
         for wrong in wrongs:
-            miss = value_of(wrong, it)
+            miss = value_of(wrong, question)
             misses.append((off(value, miss), miss, sentence))
     return min(misses, key=lambda miss: miss[0])
 
@@ -146,27 +174,35 @@ def is_rounded(guess, number):
     return guess in roundings and off(guess, number) <= 0.01
 
 
-def of_a_letter(letters, it):
+def of_a_letter(letters, question):
     """The sentence for the first wrong one of some letters. If none is wrong, for the first."""
-    wrong = [letter for letter in letters if letter not in value_of(it["answer"], it)]
-    distance, _, sentence = nearest_miss((wrong or letters)[0], it)
+    wrong = [letter for letter in letters if letter not in value_of(question["answer"], question)]
+    distance, _, sentence = nearest_miss((wrong or letters)[0], question)
     return sentence if distance == 0 else ""
 
 
-def reply(it, guess, missed):
-    """What to say of a guess. missed: the wrong ones before it, to which it is added."""
-    said, right, within = value_of(guess, it), value_of(it["answer"], it), it.get("within", 1e-9)
-    if said is None:
-        return f"{misread(guess, it)}Write {form(it)}. That was no attempt."
-    if off(said, right) <= within:
-        return f"Right. {it['why']}"
-    values = in_units(said, it.get("unit", "ones"))
+def right_unit(guess, question):
+    """The unit in which a guess is nearest to right, if it is right in it; else None."""
+    right = value_of(question["answer"], question)
+    values = in_units(guess, question.get("unit", "ones"))
     distance, unit = min((off(value, right), unit) for unit, value in values.items())
-    if distance <= within:
-        return f"Right in {unit}, but the question asks for {[*values][0]}. That was no attempt."
-    missed.add(said)
-    reason = known_reason(said, it)
-    if len(missed) < 3:
-        hint = it["hints"][len(missed) - 1] if len(missed) == 2 or not reason else ""
-        return " ".join(filter(None, (reason, hint, "Try again.")))
-    return f"{reason or 'No.'} The answer is {it['answer']}. {it['why']}"
+    return unit if distance <= question.get("within", 1e-9) else None
+
+
+def reply(question, guess, missed):
+    """What to say of a guess. missed: the wrong ones before it, to which it is added."""
+    value = value_of(guess, question)
+    if value is None:
+        return f"{misread(guess, question)}Write {form(question)}. That was no attempt."
+    if off(value, value_of(question["answer"], question)) <= question.get("within", 1e-9):
+        return f"Right. {question['why']}"
+    if unit := right_unit(value, question):
+        asked = question.get("unit", "ones")
+        return f"Right in {unit}, but the question asks for {asked}. That was no attempt."
+    missed.add(value)
+    reason = known_reason(value, question)
+    if len(missed) >= 3:
+        return f"{reason or 'No.'} The answer is {question['answer']}. {question['why']}"
+    if len(missed) == 2 or not reason:
+        return " ".join(filter(None, (reason, question["hints"][len(missed) - 1], "Try again.")))
+    return f"{reason} Try again."
