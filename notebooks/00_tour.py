@@ -70,13 +70,14 @@ lines({name: [(tokens, 100 * ms / tokens / points[0][1]) for tokens, ms in point
 #
 # Here `q`, `k` and `v` hold a query, a key and a value for each token. `attend` compares a token's
 # query with the keys of the tokens that it may *see*, itself among them. The better a key fits, the
-# more of that token's value goes into the output. The model does not say which keys these are: each
-# stage hands it an `attend` of its own.
+# larger is the weight of that token's value in the output; a *softmax* makes the weights add up to
+# 1. The model does not say which keys these are: each stage hands it an `attend` of its own.
 #
 # So every way of batching is an answer to two questions:
 #
-# 1. *Which tokens are in this forward pass?* The scheduler decides.
-# 2. *Which keys may each of them see?* The layout decides: mask, positions, cache.
+# 1. *Which tokens are in this forward pass?* The *scheduler* decides: it plans each pass.
+# 2. *Which keys may each of them see?* The *layout* decides: it puts the tokens into tensors, tells
+#    the model the position of each, and hides with a *mask* what a token may not see.
 #
 # ## The first question: which request computes when?
 #
@@ -120,7 +121,8 @@ counts(traces, slots="slots", useful="useful", scores="score_entries")
 
 # %% [markdown]
 # *Useful* slots hold a token that is computed for the first time. *Scores* are products of a query
-# and a key, in one head of one layer. The last two lines equal *ragged*'s: *paged* and *prefix*
+# and a key. (They are counted for one layer, and for one of the *heads* in which it computes
+# attention side by side.) The last two lines equal *ragged*'s: *paged* and *prefix*
 # save memory, and here there is enough of it.
 #
 # ## The second question: which token sees which?

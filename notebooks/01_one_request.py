@@ -166,7 +166,8 @@ with folded():
 # in no cache. So the last token always goes through all layers, even if its key and value were
 # known. It is the one token that a cache never saves.
 #
-# *Unbatched* writes the new tokens' keys and values at `start`, and then reads all of them:
+# *Unbatched* writes the new tokens' keys and values at `start`, and then reads all of them. `KV` is
+# the cache, and `Alone` holds what `attend` has to know in this stage:
 
 # %%
 source(KV.write)

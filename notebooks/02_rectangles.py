@@ -213,7 +213,9 @@ timelines([run("dynamic", eight, max_batch=4)], columns=1);
 # The rectangle is a new one in every step, so each request has a cache of its own. The pasts are
 # copied from there into a rectangle, left-padded as well, and the new tokens come after them.
 # (`plan` lists each request with the number of its new tokens. `starts` says how many of its tokens
-# are cached, and P is the longest of these. `head` puts the past before the new keys.)
+# are cached, and P is the longest of these; T is the largest number of new tokens. `head` puts the
+# past before the new keys, and `self.mask` hides the pads in both. The zeros are a precaution for
+# pads whose numbers have overflowed: you may skip these lines.)
 
 # %%
 source(Rectangle.attend)

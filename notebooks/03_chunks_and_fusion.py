@@ -38,12 +38,12 @@ gaps(results("gaps"));
 # *ITL* is the time between one token and the next. The picture shows the ITL of the four; the
 # newcomer feels its TTFT.
 #
-# In our Scheduler this takes one function, which makes the plan of a step. `todo` is how many of a
-# request's known tokens are not computed yet. A decode has 1. So has a prompt of which only the
-# last token is left, and the Scheduler treats it in the same way. Those that run get what they
+# In our Scheduler the budget takes one function, which makes the plan of a step. `todo` is how many
+# of a request's known tokens are not computed yet. A decode has 1. So has a prompt of which only
+# the last token is left, and the Scheduler treats it in the same way. Those that run get what they
 # need, in the order in which they came, as far as the budget goes. Newcomers get the rest, while
-# there is a place. (`admit` and `make_room` ask whether there is memory: notebook 5. Here there is
-# enough.)
+# there is a place. (`admit` and `make_room` ask whether there is memory, and `preempted` says that
+# there was too little: notebook 5. Here there is enough.)
 
 # %%
 source(Scheduler.schedule)
@@ -301,8 +301,9 @@ with folded():
 # %% [markdown]
 # When does the rectangle win? If computing all its slots, pads included, takes less time than
 # reading the weights twice. How many rows a machine computes while it reads the weights is a number
-# of that machine: some 153 for an A100, and far fewer for a CPU. So few decodes beside a narrow
-# chunk are best fused, and many beside a wide one are not. Notebook 6 asks where the two meet.
+# of that machine: well over a hundred for an A100, and far fewer for a CPU. So few decodes beside a
+# narrow chunk are best fused, and many beside a wide one are not. Notebook 6 asks where the two
+# meet.
 #
 # Here are the eight requests of the tour again:
 

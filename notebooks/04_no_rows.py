@@ -78,7 +78,8 @@ print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlen
 
 # %% [markdown]
 # `starts` says how many tokens of each request are cached, `ends` how many it has with the new
-# ones. This is the mask's code, and what a step sees with it:
+# ones. `tril(start)` is the causal rule with a past: a request's new token number i sees its keys 0
+# to start + i. This is the mask's code, and what a step sees with it:
 
 # %%
 source(Flat.block_diagonal)

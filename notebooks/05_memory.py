@@ -64,8 +64,10 @@ for p in storm["reserve"].passes[:26:5]:
 #
 # (vLLM calls a page a *block*, hence the name of the table.) The pool's slots are numbered from
 # page to page: slots 0 to 3 are page 0, slots 4 to 7 page 1, and so on. Which slot is a position's?
-# The layout calculates it for each new token of the stream. (`row` says to which request of the
-# plan each new token belongs, `self.ends` how many keys each request has after this pass.)
+# The layout calculates it for each new token of the stream: `slot_mapping`, the last of four
+# tensors. The first says where each request's new tokens begin, `seq_lens` how many keys it has
+# after this pass, and `block_table` lists its pages. (`row` says to which request of the plan each
+# new token belongs.)
 
 # %%
 source(Paged.lay_out)
@@ -75,9 +77,9 @@ ask("5.2: B's block table is [5, 3, 6], 4 tokens to a page. Which slot of the po
     guess=...)
 
 # %% [markdown]
-# In an engine a kernel, a program for the GPU, computes attention. These four tensors are all that
-# it is given, and these are vLLM's names for them. What the kernel does in one call, ours does
-# request by request:
+# In an engine a kernel, a program for the GPU, computes attention. Beside the queries and the pool
+# it is given these tensors and nothing else, under these names in vLLM. What the kernel does in one
+# call, ours does request by request:
 
 # %%
 source(paged_attention)

@@ -223,8 +223,8 @@ for layout in layouts:
 # beside them: either in two passes, or in one rectangle of 8 rows, n wide.
 
 # %%
-ask("6.4: By the two limits of question 6.1 alone: up to which n is the rectangle at least as fast "
-    "as the two passes?", guess=...)
+ask("6.4: By the roofline alone: up to which n is the rectangle at least as fast as the two "
+    "passes?", guess=...)
 
 # %% jupyter={"source_hidden": true}
 def step_beside_a_chunk(n, layout, planner):
