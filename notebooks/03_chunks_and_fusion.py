@@ -76,7 +76,8 @@ for step, plan in enumerate(plans(newcomers, token_budget=8)[:5]):
 #
 # So a request that is half done is the last that runs: nobody is admitted after it in the step that
 # cuts its prompt, nor in any later step until a step gives it all that is left of its prompt. The
-# requests before it need one token each, and come first.
+# requests before it need one token each, and come first. And there is one for each of them: each
+# was admitted with a token that the others left, so there are never more of them than tokens.
 #
 # ## By hand
 #

@@ -205,7 +205,8 @@ source(page_hash)
 source(PrefixPool.find)
 
 # %% [markdown]
-# `cached` says which pages have a hash: one, or several that were computed side by side.
+# `cached` lists the pages of each hash, which is called `digest` here. There are several if the
+# same page was computed more than once.
 #
 # In the next two questions a letter is a token, and a page has 3. A prompt `abc uvw ghi j` has been
 # computed, and nothing is evicted.
