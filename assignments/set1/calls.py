@@ -17,7 +17,7 @@ from generate_unbatched import Alone
 from model import Head
 
 
-def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float64"):
+def forward(T, S, hs, lead=(), past=None, mask=None, seed=0, scale=1, dtype="float64"):
     """What each token sees, by scores of 0 and one-hot values; and an output of made-up numbers."""
     head = Head()
     heads = len(lead[:-1])   # where the model has the axis of tokens, before it splits the heads
@@ -26,7 +26,7 @@ def forward(T, S, hs, lead=(), past=0, mask=None, seed=0, scale=1, dtype="float6
 
     def given(q, k, v):
         made = {"q": q, "k": k[..., past:, :], "v": v[..., past:, :]}
-        if past:
+        if past is not None:
             made |= {"past_k": k[..., :past, :], "past_v": v[..., :past, :]}
         return made if mask is None else made | {"mask": torch.tensor(mask)}
 

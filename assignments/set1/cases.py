@@ -23,7 +23,7 @@ def attention(rng):
         shapes = ((S,), (T, S), (*lead[:1], *(1 for _ in lead), S), (*lead, T, S),
                   (T, 1), (*lead, T, 1))
         masks = [None, [[False] * S] * T, *(mask_of(rng, shape) for shape in shapes)]
-        for mask, past in product(masks, {0, S - T}):
+        for mask, past in product(masks, (None, S - T)):   # S - T may be 0: an empty past
             yield {"call": "forward", "T": T, "S": S, "hs": (4, 1, 5)[i % 3], "lead": lead,
                    "past": past, "mask": mask, "scale": (1, 30)[i % 2], "seed": i}
     yield {"call": "forward", "T": 2, "S": 4, "hs": 3, "dtype": "float32"}

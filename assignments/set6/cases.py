@@ -36,7 +36,7 @@ def rooms(rng):
         yield {"call": "draft", "plan": plan, "most": rng.randint(0, 6),
                "page_size": rng.choice([3, 3, 4]),
                "token_budget": sum(each["n"] for each in plan) + rng.randint(0, 12),
-               "has": rng.choice([1, 2, 9, 9])}
+               "has": rng.choice([0, 1, 2, 9, 9])}
     ac = {"prompt": [1, 2, 3, 1, 2], "computed": 4, "n": 1}
     yield {"call": "draft", "plan": [ac, ac, {"prompt": 5, "n": 2}], "token_budget": 8, "most": 3,
            "page_size": 8, "has": 3}
@@ -63,7 +63,10 @@ def runs(rng):
     yield {"call": "generate", "rights": [0, 1, 3], "page_size": 4, "requests": [
         {"prompt": [1, 2], "new": 12},
         {"prompt": [1, 2, 8, 6, 8, 9, 5, 5, 1, 2, 5], "new": 2, "arrival": 20}]}
-    for page_size in 2, 4:   # with the lookup, pages that are found again, and preemptions
+    # with its last token, a right guess fills a page: it is cached before the request leaves
+    yield {"call": "generate", "rights": [1], "page_size": 2, "requests": [
+        {"prompt": [1, 2], "new": 3}, {"prompt": [1, 2, 8, 6, 8], "new": 2, "arrival": 20}]}
+    for page_size in 1, 2, 4:   # with the lookup, pages that are found again, and preemptions
         stem = [rng.randrange(3) for _ in range(8)]
         rows = [{"prompt": stem + [i], "new": 10, "arrival": 4 * i} for i in range(3)]
         yield {"call": "generate", "page_size": page_size, "guesses": 3, "max_batch": 2,
