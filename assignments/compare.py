@@ -22,6 +22,7 @@ from pathlib import Path
 # 1e-13 or less, a detour over float32 by 1e-8 or more.
 TOLERANCE = 1e-10
 PATIENCE = 3   # seconds by the clock for each second of CPU time
+FEW = 9   # cases, of which one is enough for the name of a mistake
 NAME = re.compile("[A-Z]|r[0-9]+")   # of a request
 
 
@@ -231,21 +232,63 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
 def named(part, answers, i):
     """
-    The mistake that gives the same in case i; of several, the one that differs least in others. Of
-    many cases it differs in half as many as what is right, at most: else it is chance. A notebook's
-    exercise has a few, where a second mistake must not hide the first.
+    The name of the usual mistake which gives the same in case i, if it explains most of what is
+    wrong, and no other explains more. If there are a few cases only, as in a notebook's exercise,
+    case i will do: a second mistake must not hide the first.
     """
-    def differs(gives):
-        return sum(not alike(got, wrong or right, part.get("within", TOLERANCE))
-                   for got, wrong, right in zip(answers, gives, part["right"]))
-
-    cases = {sentence: differs(gives) for sentence, gives in part["mistakes"].items()
-             if gives[i] and alike(answers[i], gives[i], part.get("within", TOLERANCE))}
-    sentence = min(cases, key=cases.get, default="")
-    if not cases or len(answers) > 9 and 2 * cases[sentence] > differs(part["right"]):
+    within = part.get("within", TOLERANCE)
+    unexplained = {}   # mistake: in how many cases the answers differ from what it gives
+    for sentence, gives in part["mistakes"].items():
+        if explains(gives, answers, i, within):
+            unexplained[sentence] = differences(answers, gives, part["right"], within)
+    if not unexplained:
         return ""
-    sentence = sentence.strip()
-    return f"{'It is ' * sentence.startswith('as if')}{sentence.removesuffix('.')}. "
+    best = min(unexplained, key=unexplained.get)
+    least = unexplained[best]
+    if len(answers) > FEW:
+        wrong = differences(answers, part["right"], part["right"], within)
+        if 2 * least >= wrong or (least and another_is_better(part, answers, unexplained, least)):
+            return ""
+    return opening(best.strip())
+
+
+def explains(gives, answers, i, within):
+    """Whether a mistake gives the same in case i."""
+    return gives[i] is not None and alike(answers[i], gives[i], within)
+
+
+def another_is_better(part, answers, known, least):
+    """
+    Whether a mistake that is not in `known` leaves fewer than `least` cases unexplained. Trying it
+    on all cases takes time, so it must explain most of the first that are wrong.
+    """
+    within, first = part.get("within", TOLERANCE), []
+    for i, (got, right) in enumerate(zip(answers, part["right"])):
+        if len(first) < 5 and not alike(got, right, within):
+            first.append(i)
+    for sentence, gives in part["mistakes"].items():
+        if sentence in known:
+            continue
+        explained = [i for i in first if explains(gives, answers, i, within)]
+        if 2 * len(explained) > len(first) and differences(
+                answers, gives, part["right"], within) < least:
+            return True
+    return False
+
+
+def differences(answers, gives, right, within):
+    """In how many cases answers differ from what a mistake gives, which is right where it is None."""
+    number = 0
+    for got, mistaken, expected in zip(answers, gives, right):
+        number += not alike(got, mistaken or expected, within)
+    return number
+
+
+def opening(sentence):
+    """How a message begins that has this name of a mistake."""
+    if sentence.startswith("as if"):
+        sentence = f"It is {sentence}"
+    return sentence.removesuffix(".") + ". "
 
 
 def error(what, raised, mine):

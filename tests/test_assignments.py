@@ -433,3 +433,29 @@ def test_an_auditor_that_only_compares_pools_earns_nothing(part):
                if expected["value"] != "all is right")
     wrong = sum(answer["value"] != "all is right" for answer in right)
     assert seen < wrong / 5, f"it knows {seen} of {wrong}"
+
+
+def answers_of(*values):
+    return [{"value": value} for value in values]
+
+
+def part_with(mistakes, cases=12):
+    """A part whose right answers are 0. mistakes: {sentence: in which cases this gives 1}"""
+    gives = {sentence: [{"value": 1} if i in ones else None for i in range(cases)]
+             for sentence, ones in mistakes.items()}
+    return {"cases": [{"call": "f", "x": i} for i in range(cases)],
+            "right": answers_of(*[0] * cases), "mistakes": gives}
+
+
+@pytest.mark.parametrize("wrong, mistakes, name", [
+    ({0, 1, 2, 3}, {"as if all": {0, 1, 2, 3}}, "as if all"),
+    ({0, 1, 2, 3}, {"as if three": {0, 1, 2}}, "as if three"),
+    ({0, 1, 2, 3}, {"as if half": {0, 1}}, None),                       # this is not most
+    ({0, 1, 2, 3}, {"as if more": {0, 1, 2, 3, 5, 6}}, None),           # it would be wrong elsewhere
+    ({0, 1, 2, 3}, {"as if less": {0, 1, 2}, "as if all": {0, 1, 2, 3}}, "as if all"),
+    ({0, 1, 2, 3, 4, 5}, {"as if first": {0, 1, 2, 3}, "as if later": {1, 2, 3, 4, 5}}, None),
+])
+def test_a_mistake_is_named_if_it_explains_most_and_none_explains_more(wrong, mistakes, name):
+    answers = answers_of(*[int(i in wrong) for i in range(12)])
+    said = compare.fault(part_with(mistakes), answers)
+    assert said.startswith(f"It is {name}. " if name else "f, with x 0"), said

@@ -55,7 +55,11 @@ def schedules(rng):
 def admissions(rng):
     for prompts in lists(rng, (2, 3)):
         new = rng.choice((4, 4, 30))   # for 30 there are no positions: it may take up to 24
-        most = sum(prompt + 1 for prompt in prompts) + min(3 + new, 24) + rng.randint(-1, 1)
+        reserved, own = sum(prompt + 1 for prompt in prompts), min(3 + new, 24)
+        if rng.random() < 0.6:   # it just fits, or just not
+            most = reserved + own + rng.randint(-1, 1)
+        else:
+            most = rng.randint(own, reserved + own)
         yield {"call": "admit", "max_kv_tokens": most,
                "running": [{"prompt": prompt, "new": 2, "computed": 1} for prompt in prompts],
                "waiting": [{"prompt": 4, "new": new}, {"prompt": 3, "new": 1}]}
