@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import zip_longest
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from pathlib import Path
 # 1e-13 or less, a detour over float32 by 1e-8 or more.
 TOLERANCE = 1e-10
 PATIENCE = 3   # seconds by the clock for each second of CPU time
+IDLE = 8       # seconds without computing, in all; for the seven parts of a set less than a minute
 FEW = 9   # cases, of which one is enough for the name of a mistake
 NAME = re.compile("[A-Z]|r[0-9]+")   # of a request
 
@@ -30,27 +32,56 @@ def ask(folder, cases, seconds, gigabytes, quiet=True, user=None):
     """
     Runs a folder's kit/child.py on cases. Returns its answers, and how it ended, in words.
 
-    The clock stops what waits for ever, long after the limit of CPU time.
     user: keywords of Popen that say as which user the child runs; None: as this process's
     """
     child = Path(folder, "kit", "child.py").resolve()
     command = [sys.executable, "-E", "-P", "-B", child, folder, str(seconds), str(gigabytes)]
-    patience = PATIENCE * seconds
-    with tempfile.TemporaryFile() as out:   # which has a limit of size; a pipe has none
+    # What it writes to a file has a limit of size; a pipe has none.
+    with tempfile.TemporaryFile() as questions, tempfile.TemporaryFile() as out:
+        questions.write(json.dumps(cases).encode())
+        questions.seek(0)
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out,
-            stderr=subprocess.DEVNULL if quiet else None, cwd=folder, env=environment(),
-            start_new_session=True, **(user or {}))
+            command, stdin=questions, stdout=out, stderr=subprocess.DEVNULL if quiet else None,
+            cwd=folder, env=environment(), start_new_session=True, **(user or {}))
         try:
-            process.communicate(json.dumps(cases).encode(), timeout=patience)
-            ended = how_it_ended(process.returncode, seconds)
-        except subprocess.TimeoutExpired:
-            ended = f"waits for more than {patience} seconds"
+            ended = wait_for(process, seconds)
         finally:
             end_session(process)
         out.seek(0)
         lines = out.read().split(b"\n", len(cases))[:-1]
     return [read(line.decode("utf-8", "replace")) for line in lines], ended
+
+
+def wait_for(process, seconds):
+    """
+    Waits until the child ends, or has waited too long itself. Returns how it ended, in words. Its
+    limit of CPU time ends what computes. A child that is only slow, as others compute beside it, is
+    not idle.
+    """
+    patience = PATIENCE * seconds
+    latest = time.monotonic() + patience
+    idle, before = 0, cpu_seconds(process.pid)
+    while time.monotonic() < latest:
+        try:
+            return how_it_ended(process.wait(timeout=1), seconds)
+        except subprocess.TimeoutExpired:
+            now = cpu_seconds(process.pid)
+        if now is not None and before is not None and now - before < 0.05:
+            idle += 1
+        if idle == IDLE:
+            return f"waits for more than {IDLE} seconds"
+        before = now
+    return f"waits for more than {patience} seconds"
+
+
+def cpu_seconds(pid):
+    """What a process has used so far; None where the system has no such file: Linux has."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def environment():
@@ -277,7 +308,7 @@ def another_is_better(part, answers, known, least):
 
 
 def differences(answers, gives, right, within):
-    """In how many cases answers differ from what a mistake gives, which is right where it is None."""
+    """In how many cases answers differ from what a mistake gives; None says that it is right."""
     number = 0
     for got, mistaken, expected in zip(answers, gives, right):
         number += not alike(got, mistaken or expected, within)
