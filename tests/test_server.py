@@ -703,6 +703,10 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
                 ("tool_choice", {}, {"tool_choice": "auto"}),
                 ("logit_bias", {}, {"logit_bias": {"5": -1}}),
                 ("store", {}, {"store": True}),
+                ("metadata", {}, {"metadata": {"a": "b"}}),
+                ("functions", {}, {"functions": [{"name": "f"}]}),
+                ("function_call", {}, {"function_call": "auto"}),
+                ("modalities.0", {}, {"modalities": ["audio"]}),
                 ("response_format.type", {}, {"response_format": {"type": "json_object"}})):
             got = client.post("/v1/chat/completions", json={"messages": [user | message], **more})
             assert got.status_code == 400 and f"'{field}': " in got.json()["error"]["message"]
@@ -720,7 +724,8 @@ def test_what_is_wrong_with_a_body_is_said_in_json():
         chat = {"messages": [user], "max_tokens": 3, "temperature": 0}
         plain = client.post("/v1/chat/completions", json=chat).json()["choices"]
         for fine in ({"top_logprobs": 0}, {"tool_choice": "none"}, {"logit_bias": {}},
-                     {"store": False}):
+                     {"store": False}, {"metadata": {}}, {"parallel_tool_calls": True},
+                     {"functions": [], "function_call": "none"}, {"modalities": ["text"]}):
             got = client.post("/v1/chat/completions", json=chat | fine)
             assert got.json()["choices"] == plain
 
@@ -741,11 +746,14 @@ def test_only_this_machine_or_who_has_the_key():
             assert got.status_code == status, path
             assert got.headers.get("www-authenticate") == (None if status == 200 else "Bearer")
         assert not steps   # the engine sleeps
-    with serving(settings={"key": "schlüssel-κ"}) as running:
-        for key, status in ("schlüssel-κ", 200), ("schlussel-κ", 401), ("schlüssel", 401):
+    # The last byte of 你 is a blank in Latin-1.
+    with serving(settings={"key": "schlüssel你"}) as running:
+        for key, status in ("schlüssel你", 200), ("schlussel你", 401), ("schlüssel", 401):
             authorization = f"Bearer {key}".encode()   # as curl sends what is typed: UTF-8
             got = httpx.get(running.url + "/v1/models", headers={b"Authorization": authorization})
             assert got.status_code == status, key
+    with serving(settings={"key": " "}) as running:   # which no client can send
+        assert httpx.get(running.url + "/v1/models").status_code == 401
 
 
 @pytest.mark.parametrize("flags, word", [

@@ -212,9 +212,11 @@ class Server(uvicorn.Server):
 
     def check_key(self, given: HTTPAuthorizationCredentials | None = Depends(
             HTTPBearer(auto_error=False))):
-        # A header's bytes come as Latin-1; curl sends them as UTF-8.
-        sent = given.credentials.encode("latin-1") if given else b""
-        if not hmac.compare_digest(sent, self.key.encode(errors="surrogateescape")):
+        # A header's bytes come as Latin-1; curl sends them as UTF-8. And FastAPI has stripped what
+        # would be a blank in Latin-1, as the last byte of some characters is.
+        key = self.key.encode(errors="surrogateescape").decode("latin-1").strip()
+        sent = given.credentials if given else ""
+        if not sent or not hmac.compare_digest(sent.encode("latin-1"), key.encode("latin-1")):
             raise HTTPException(401, "the header Authorization: Bearer KEY is missing or wrong",
                                 {"WWW-Authenticate": "Bearer"})
 

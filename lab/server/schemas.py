@@ -32,7 +32,7 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 # Of a field that is not served: the value that asks for what is done anyway. Any other is refused.
 Off, Empty = Literal[False], Annotated[list, Field(max_length=0)]
-NoBias, NoText = Annotated[dict, Field(max_length=0)], Annotated[str, Field(max_length=0)]
+Nothing, NoText = Annotated[dict, Field(max_length=0)], Annotated[str, Field(max_length=0)]
 Zero, One = Annotated[float, Field(ge=0, le=0)], Annotated[float, Field(ge=1, le=1)]
 
 
@@ -76,7 +76,8 @@ class Sampling(Strict):
     repetition_penalty: One = 1
     min_p: Zero = 0
     min_tokens: Zero = 0
-    logit_bias: NoBias = {}
+    logit_bias: Nothing = {}
+    metadata: Nothing = {}
     store: Off = False
 
     def requests(self, tokenizer, room):
@@ -145,6 +146,10 @@ class Chat(Sampling):
     messages: list[Message] = Field(min_length=1)
     tools: Empty = []
     tool_choice: Literal["none"] = "none"
+    parallel_tool_calls: bool = True   # without tools there are no calls
+    functions: Empty = []              # the older tools, and tool_choice
+    function_call: Literal["none"] = "none"
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] = ["text"]
     logprobs: Off = False
     top_logprobs: Zero = 0
     response_format: dict[Literal["type"], Literal["text"]] = {}
