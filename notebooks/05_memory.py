@@ -150,10 +150,12 @@ with folded():
 # request that has just lost its pages, and no other overtakes it. Say that it gave back 4 pages.
 # This happened because fewer pages were free than somebody needed, so that one takes all of those
 # and at least one of the 4. Fewer than 4 are left, and the request needs 4 or more to come back,
-# for it still has all of its tokens.
+# for it still has all of its tokens. (If it needed the pages itself, as H did at step 11, it needs
+# as many as before, and they are not there.) So the rule only saves asking.
 #
-# **Turn this knob.** In the run above, give the pool 20 pages, and then 52. Predict first: how many
-# preemptions are there, and does it still take fewer steps than reserving 156 tokens (52)?
+# **Turn this knob.** Above, eight requests share 39 pages. Give them 20, and then 52. Predict
+# first: how many preemptions are there, and does it still take fewer steps than reserving 156
+# tokens (52)?
 # <details><summary>Answer</summary>
 #
 # With 20 pages there are 9 preemptions, and it takes 63 steps: more than reserving takes with 39
@@ -214,11 +216,16 @@ source(PrefixPool.find)
 # %% jupyter={"source_hidden": true}
 def pages_found(*prompts):
     """How many pages each of these prompts finds, if they come one after the other."""
-    requests = letters(1, {name: 2 * i for i, name in enumerate("ABCDEFG")},
-                       **{"ABCDEFG"[i]: 1 for i in range(len(prompts))})
-    for request, prompt in zip(requests, prompts):
+    names = "ABCDEFG"[:len(prompts)]
+    requests = letters(new=1, **dict.fromkeys(names, 1))
+    for step, (request, prompt) in enumerate(zip(requests, prompts)):
+        request.arrival = step   # each needs one step for its one token
         request.prompt = [ord(token) for token in prompt.replace(" ", "")]
-    return [p.work[0][1] // 3 for p in run("prefix", requests, page_size=3).passes]
+    found = []
+    for p in run("prefix", requests, page_size=3).passes:
+        [(_, computed_before, _)] = p.work
+        found.append(computed_before // 3)
+    return found
 
 # %%
 ask("5.5: Three prompts come, one after the other: 'abc uvw xyz j', 'abc xyz ghi j' and "
@@ -282,8 +289,7 @@ for p in run("prefix", twins, page_size=4).passes:
     print(f"step {p.step}:", *(f"{name} computes {n} after {first}" for name, first, n in p.work))
 
 # %% [markdown]
-# A page is found by its hash, and so after the right beginning only. Would its own tokens not be
-# enough?
+# Now break it: what if a page were known by its own tokens alone, whatever comes before them?
 
 # %%
 first, later = texts("Return the value of this function if", " of this function is")
