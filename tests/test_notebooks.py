@@ -284,6 +284,10 @@ def test_a_guess_is_a_value_of_python_in_any_unit(number, guess, said):
     assert bool(missed) == said.startswith("That")
 
 
+def test_each_question_has_answers_of_beginners():
+    assert [*BEGINNERS] == [*ASKED]   # in order
+
+
 @pytest.mark.parametrize("number", BEGINNERS)
 def test_what_beginners_answer_is_named_and_named_rightly(number):
     for guess, words in BEGINNERS[number]:
@@ -326,7 +330,7 @@ def test_what_cannot_be_read_is_told_what_it_may_mean(number, guess, first):
 @pytest.mark.parametrize("call, said", [
     ("guess=70^2)", f"{answers.NO_POWER} That was no attempt.\n"),
     ("\n    guess=7 * (70^2))", f"{answers.NO_POWER} That was no attempt.\n"),
-    ("guess=70**2)   # 70^2", "Right."), ("guess=68); 70^2", "A score belongs to a query"),
+    ("guess=70**2)   # 70^2", "Right."), ("guess=68); 70^2", "In Python, 70^2 is 68"),
     ("guess=...)", "Replace ... by your answer")])
 def test_a_power_with_a_caret_costs_no_attempt(call, said, capsys):
     text = f"answers.ask('1.2: How many?', {call}\n"
