@@ -8,23 +8,29 @@ def audit(pool, tables):
     tables: lists of page numbers. Returns a list of sentences, empty if all is right. Changes
     nothing.
     """
-    found, used = [], [0] * pool.number
+    faults = []
+    used = [0] * pool.number   # of each page, in how many tables it is
     for table in tables:
         for page in table:
             used[page] += 1
+
     for page in range(pool.number):
         if pool.ref_count[page] != used[page]:
-            found.append(f"page {page} is counted {pool.ref_count[page]} times, and is in "
-                         f"{used[page]} tables")
-        if (page in pool.free_queue) != (used[page] == 0):
-            found.append(f"page {page} is {'free, but in a table' if used[page] else 'lost'}")
-    for page, name in pool.hash_of.items():
-        if page not in pool.cached.get(name, ()):
-            found.append(f"page {page} is cached in one direction only")
-    for name, pages in pool.cached.items():
+            faults.append(f"page {page} is counted {pool.ref_count[page]} times, and is in "
+                          f"{used[page]} tables")
+        is_free, is_unused = page in pool.free_queue, used[page] == 0
+        if is_free and not is_unused:
+            faults.append(f"page {page} is free, but in a table")
+        if is_unused and not is_free:
+            faults.append(f"page {page} is lost")
+
+    for page, digest in pool.hash_of.items():
+        if page not in pool.cached.get(digest, ()):
+            faults.append(f"page {page} is cached in one direction only")
+    for digest, pages in pool.cached.items():
         if not pages:
-            found.append("there is a hash without a page")
+            faults.append("there is a hash without a page")
         for page in pages:
-            if pool.hash_of.get(page) != name:
-                found.append(f"page {page} is cached under a hash that is not its own")
-    return found
+            if pool.hash_of.get(page) != digest:
+                faults.append(f"page {page} is cached under a hash that is not its own")
+    return faults

@@ -1,5 +1,5 @@
 """Set 2, rectangles: points and cases."""
-from draw import DECODE, lists, plans
+from random_rows import DECODE, lists, plans
 
 FILES = "model.py request.py cache.py generate_naive.py generate_dynamic.py"
 LAY_OUT = "generate_dynamic.py:Rectangle.lay_out"

@@ -1,5 +1,5 @@
 """Set 3, the scheduler: points and cases. Needs no torch."""
-from draw import DECODE, lists, todo
+from random_rows import DECODE, lists, todo
 
 FILES = "request.py cache.py scheduler.py"
 PARTS = {   # points, what it is about, {function: its calls}

@@ -1,5 +1,5 @@
 """Set 4, no rows: points and cases."""
-from draw import plans
+from random_rows import plans
 
 FILES = ("model.py request.py cache.py scheduler.py generate_dynamic.py generate_ragged.py "
          "beyond/prepacked.py")

@@ -1,7 +1,7 @@
 """Set 5, pages and prefixes: points and cases."""
 from itertools import product
 
-from draw import plans
+from random_rows import plans
 from random_pools import (
     OF_COUNTS_AND_QUEUE,
     OF_THE_CACHE,

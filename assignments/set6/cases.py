@@ -1,5 +1,5 @@
 """Set 6, guess: points and cases."""
-from draw import lists
+from random_rows import lists
 
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
          "generate_prefix.py beyond/speculative.py")
