@@ -17,8 +17,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from compare import ask, fault
-from functions import ROOT, drawn, module_of, parts_of, record
-from source import files_of, functions_of, pasted, write
+from functions import ROOT, answers_to, drawn, module_of, parts_of, record
+from source import blanked, files_of, functions_of, pasted, write
+
+from lab.checks.edits import put_in
 
 IGNORED = shutil.ignore_patterns(
     "kit", ".git", ".venv", "venv", "__pycache__", "*.pyc", "*.so", "*.pyd")
@@ -99,7 +101,7 @@ def lay_out(number, part, folder, work):
     except (OSError, ValueError) as error:
         raise unreadable("the folder", error) from None
     functions_of_part = [name.split(":") for name in parts_of(number)[part][2]]
-    files, student_lines = files_of(number), {}
+    files, student_lines = files_for(number, part), {}
     for file in {file for file, _ in functions_of_part}:
         asked = [name for where, name in functions_of_part if where == file]
         others = names_in(file, number) - {*asked}
@@ -114,6 +116,29 @@ def lay_out(number, part, folder, work):
     except (OSError, ValueError) as error:
         raise unreadable("the folder", error) from None
     return student_lines
+
+
+def files_for(number, part):
+    """
+    Our files, without the solutions of later parts, as far as this part does without them: code
+    that is judged can read what lies beside it.
+    """
+    files = files_of(number)
+    for function, first_part in functions_of(number).items():
+        if first_part > part and function not in called_by(number, part):
+            file, name = function.split(":")
+            files[file] = blanked(files[file], name, f"{name} is of part {first_part}")
+    return files
+
+
+@cache
+def called_by(number, part):
+    """The functions of a set that our code calls in the cases of a part."""
+    called = set()
+    edits = [(name, "", f"called.add({name!r})") for name in functions_of(number)]
+    with put_in(edits, called=called):
+        answers_to(number, drawn(number, "public")[part])
+    return called
 
 
 def names_in(file, number):

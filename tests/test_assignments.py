@@ -252,6 +252,26 @@ def test_what_a_handout_leaves_open_is_right(number, part, function, old, new):
     assert compare.fault(record(number, part), answers) is None
 
 
+@pytest.mark.parametrize("number", SETS)
+def test_a_child_holds_no_solution_of_later_parts_that_it_does_without(number, tmp_path):
+    ours = source.files_of(number)
+    first, *later = functions.parts_of(number)
+    grading.lay_out(number, first, handed_in(tmp_path / "in", number, [
+        (function.split(":")[0], lambda text: "") for function in source.functions_of(number)]),
+        tmp_path / "work")
+    left_out = 0
+    for function, part in source.functions_of(number).items():
+        file, name = function.split(":")
+        body = body_of(source.node_of(ours[file], name))
+        lines = ours[file].splitlines()[body[0].lineno - 1:body[-1].end_lineno]
+        longest = max(map(str.strip, lines), key=len)
+        held = (tmp_path / "work" / file).read_text()
+        if part in later and function not in grading.called_by(number, first):
+            left_out += 1
+            assert f"{name} is of part {part}" in held and longest not in held, function
+    assert left_out
+
+
 def test_our_source_of_other_parts_counts_and_brings_its_imports():
     theirs = "class A:\n\tdef f(self):\n\t\treturn 1\n\ndef f():\n    return A().f()"
     ours = "import math\nclass A:\n    def f(self):\n        return super() and math.pi\n"

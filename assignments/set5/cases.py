@@ -1,13 +1,13 @@
 """Set 5, pages and prefixes: points and cases."""
 from itertools import product
 
-from random_rows import plans
 from random_pools import (
     OF_COUNTS_AND_QUEUE,
     OF_THE_CACHE,
     pools_of_pages,
     pools_to_audit,
 )
+from random_rows import plans
 
 FILES = ("model.py request.py cache.py scheduler.py generate_ragged.py paging.py generate_paged.py "
          "generate_prefix.py audit.py")
