@@ -166,7 +166,8 @@ def test_version_licence_and_authors_are_the_same_everywhere():
 def test_every_list_of_stages_has_them_all():
     """Beside lab/loading/stages.py; CONTRIBUTING.md says what each list is for."""
     explorer = ROOT / "lab/explorer"
-    knobs = re.search(r"const LADDER = \{(.+?)\};", (explorer / "runs.js").read_text("utf-8"), re.S)
+    knobs = re.search(r"const STAGE_KNOBS = \{(.+?)\};",
+                      (explorer / "runs.js").read_text("utf-8"), re.S)
     twin = re.search(r"const STAGES = \{(.+?)\};",
                      (explorer / "schedule.js").read_text("utf-8"), re.S)[1]
     walk = tomllib.loads((explorer / "walk.toml").read_text("utf-8"))

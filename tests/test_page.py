@@ -73,7 +73,7 @@ def test_slots_and_sights_are_those_of_an_undisturbed_run(stage):
     assert take_times(trace, other).passes == plain.passes   # it did something else
     fixed = [replace(r, max_new_tokens=len(r.generated), eos_token=None)
              for r in recorder.requests]
-    timed = simulate(*page.GPU, STAGES[stage], fixed, **knobs)
+    timed = simulate(page.MODEL, page.GPU, STAGES[stage], fixed, **knobs)
     assert build.on_gpu(trace).step_times == timed.step_times
     assert [r.token_times for r in trace.requests] == [r.token_times for r in timed.requests]
 
@@ -109,7 +109,7 @@ LOADS = count()
 
 
 class Page:
-    """A page in the browser. Loading the ladder's takes it half a second of CPU time."""
+    """A page in the browser. Loading the committed one takes it half a second of CPU time."""
 
     def __init__(self, browser):
         self.browser, self.run = browser, browser.execute_script
@@ -485,7 +485,7 @@ def test_a_request_that_can_never_fit_says_so(show):
     for memory, said in (128, [""] * 4), (
             64, ["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]):
         shown.run("state.own.memory = arguments[0]; redraw()", memory)
-        assert shown.run("return Object.keys(LADDER).map(stage => ownRun(stage).requests.map("
+        assert shown.run("return Object.keys(STAGE_KNOBS).map(stage => ownRun(stage).requests.map("
                          "r => r.refused))") == [refused] * len(SCRIPTS)
     assert shown.run("return views[0].run.requests[0].ms.length") == 40   # the others run
     shown.run("state.own.memory = 16; redraw()")
@@ -710,7 +710,7 @@ def test_recorded_runs_follow_from_their_lengths(show):
     """One painter draws both: the twin's columns are those that the recorder saw."""
     differ = show().run("""return [...RUNS.keys()].map(recorded).flatMap(run => {
         const stage = run.name.split(",")[0], recorded = run.passes;
-        if (!LADDER[stage] || /published/.test(run.name)) return [];
+        if (!STAGE_KNOBS[stage] || /published/.test(run.name)) return [];
         const twin = prepare(computed(stage, lengthsOf(run.requests), run.knobs)), {passes} = twin;
         const owner = passes.shape.map((_, pass) => slotsOf(twin, pass).owner);
         const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);

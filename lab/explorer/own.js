@@ -6,25 +6,38 @@
 //
 // In an address, "24-40_180-12-50" are two requests; what is 0 at the end, or default, is left out.
 
-const steps = (...parts) => parts.flatMap(
-  ([from, to, by]) => Array.from({length: (to - from) / by + 1}, (_, i) => from + i * by));
-const LENGTHS = steps([1, 32, 1], [36, 128, 4], [144, 512, 16], [576, 2048, 64]);
-const KNOBS = {   // title, values, default, what it means, vLLM's name for it
-  max_batch: ["max_batch", steps([1, 16, 1], [20, 40, 4]), 8, "requests that run at once",
-              "max_num_seqs"],
-  token_budget: ["token budget", [8, 16, 32, 64, 128, 256, 512, 1024, 2048], 64,
-                 "tokens in a step, for the stages from chunked on", "max_num_batched_tokens"],
-  memory: ["memory", steps([32, 512, 32], [640, 2048, 128], [2560, 16384, 512]), 2048,
-           "tokens whose keys and values fit, for the stages from chunked on",
-           "num_gpu_blocks × block_size"],
-  page_size: ["page size", [1, 2, 4, 8, 16, 32, 64], 16, "tokens in a page of paged and prefix",
-              "block_size"],
-  max_new_tokens: ["max_new_tokens", [0, ...LENGTHS], 0,
-                   "the limit that each request declares for its answer, or the answer's length if "
-                   + "that is longer; chunked, interleaved and ragged reserve as much",
-                   "max_tokens"],
-  common: ["common beginning", [0, ...LENGTHS], 0, "tokens with which prompts marked ≡ begin",
-           ""]};
+// [[from, to, by], ...] as one list of numbers.
+function spaced(...ranges) {
+  return ranges.flatMap(([from, to, by]) => {
+    const length = (to - from) / by + 1;
+    return Array.from({length}, (_, i) => from + i * by);
+  });
+}
+
+const LENGTHS = spaced([1, 32, 1], [36, 128, 4], [144, 512, 16], [576, 2048, 64]);
+const KNOBS = {   // theirName: vLLM's
+  max_batch: {
+    title: "max_batch", values: spaced([1, 16, 1], [20, 40, 4]), usual: 8,
+    meaning: "requests that run at once", theirName: "max_num_seqs"},
+  token_budget: {
+    title: "token budget", values: [8, 16, 32, 64, 128, 256, 512, 1024, 2048], usual: 64,
+    meaning: "tokens in a step, for the stages from chunked on",
+    theirName: "max_num_batched_tokens"},
+  memory: {
+    title: "memory", values: spaced([32, 512, 32], [640, 2048, 128], [2560, 16384, 512]),
+    usual: 2048, meaning: "tokens whose keys and values fit, for the stages from chunked on",
+    theirName: "num_gpu_blocks × block_size"},
+  page_size: {
+    title: "page size", values: [1, 2, 4, 8, 16, 32, 64], usual: 16,
+    meaning: "tokens in a page of paged and prefix", theirName: "block_size"},
+  max_new_tokens: {
+    title: "max_new_tokens", values: [0, ...LENGTHS], usual: 0,
+    meaning: "the limit that each request declares for its answer, or the answer's length if "
+      + "that is longer; chunked, interleaved and ragged reserve as much",
+    theirName: "max_tokens"},
+  common: {
+    title: "common beginning", values: [0, ...LENGTHS], usual: 0,
+    meaning: "tokens with which prompts marked ≡ begin", theirName: ""}};
 const TITLE = 80;                        // letters
 const PRESETS = {   // name: [an address, what to look at, in figures of the scoreboard]
   "mixed": [
@@ -59,14 +72,15 @@ const HEAVY = 5000;                      // tokens of answers, from which on com
 // --- the state -----------------------------------------------------------------------------------
 
 const planned = new Map();               // stage -> its run of state.own
-const rows = [], knobs = {};             // controls of each request; of each knob
-let mine = PRESETS.mixed[0];             // the address of the requests that were shown last
+const rows = [];                         // controls of each request
+const knobs = {};                        // and of each knob
+let lastOwn = PRESETS.mixed[0];          // the address of the requests that were shown last
 let soon = null;                         // the next frame, if it shall redraw
 let computing = null;                    // a timer: the next stage of the scoreboard
 
-const LIMITS = [["a prompt's tokens", 1, 8192], ["an answer's tokens", 1, 2048],
-                ["an arrival in ms", 0, 1e5]];
-const isLength = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
+const LIMITS = [   // of what an address or a line gives for a request: what it is, least, most
+  ["a prompt's tokens", 1, 8192], ["an answer's tokens", 1, 2048], ["an arrival in ms", 0, 1e5]];
+const isWhole = (n, least, most) => Number.isInteger(n) && n >= least && n <= most;
 
 function setOwn(own) {
   state.own = own;
@@ -79,79 +93,120 @@ function forget() {                      // what was computed of other requests
 }
 
 // How many tokens all answers have: what computing them takes.
-const answers = () => state.own.requests.reduce((sum, [, answer]) => sum + answer, 0);
+const answers = () => sumOf(state.own.requests.map(([, answer]) => answer));
 
 // The requests of an address; null if it has none; one, if none is right. lost: what cannot be read
 // is added to it.
 function ownFrom(parts, lost) {
   if (!parts.has("own")) return null;
-  const texts = parts.get("own").split("_"), left = [];
-  const own = {requests: texts.map((text, r) => {
-    const [prompt, answer, arrival = 0, shares = 0] = text.split("-").map(Number);
-    const one = [prompt, answer, arrival, shares ? 1 : 0];
-    const right = r < MOST && LIMITS.every(([, ...limits], k) => isLength(one[k], ...limits));
-    if (!right) left.push(`“${text}”`);
-    return right && one;
-  }).filter(Boolean)};
-  if (left.length) lost.push(`${plural(left.length, "request")} (${left.slice(0, 3).join(", ")})`);
-  own.title = (parts.get("title") ?? "").slice(0, TITLE);
-  const known = ["own", "title", "run", "beside", "ms", "step", "theme", ...Object.keys(KNOBS)];
+  const requests = requestsFrom(parts.get("own"), lost);
+  const title = (parts.get("title") ?? "").slice(0, TITLE);
+  const others = ["own", "title", "run", "beside", "ms", "step", "theme"];
+  const known = [...others, ...Object.keys(KNOBS)];
   lost.push(...[...parts.keys()].filter(name => !known.includes(name)));
-  for (const [name, [title, values, usual]] of Object.entries(KNOBS)) {
-    const value = Number(parts.get(name) ?? usual);
-    own[name] = isLength(value, values[0], values.at(-1)) ? value : usual;
-    if (own[name] !== value) lost.push(`${title}=${parts.get(name)} (now ${usual})`);
-  }
-  return own.requests.length ? own : {...own, requests: [[24, 40, 0, 0]]};
+  return {requests: requests.length ? requests : [[24, 40, 0, 0]], title,
+          ...knobsFrom(parts, lost)};
 }
 
-function ownParts({requests, title, ...others}) {   // for an address
-  const list = requests.map(request => request.join("-").replace(/(-0)+$/, "")).join("_");
-  return {...title ? {title} : {}, own: list, ...Object.fromEntries(
-    Object.entries(others).filter(([name, value]) => value !== KNOBS[name][2]))};
+function requestsFrom(text, lost) {
+  const right = [], wrong = [];
+  for (const [r, words] of text.split("_").entries()) {
+    const [prompt, answer, arrival = 0, shares = 0] = words.split("-").map(Number);
+    const isRight = r < MOST && isWithinLimits([prompt, answer, arrival]);
+    if (isRight) right.push([prompt, answer, arrival, shares ? 1 : 0]);
+    else wrong.push(`“${words}”`);
+  }
+  if (wrong.length) {
+    lost.push(`${plural(wrong.length, "request")} (${wrong.slice(0, 3).join(", ")})`);
+  }
+  return right;
+}
+
+function isWithinLimits(request) {
+  return LIMITS.every(([, least, most], i) => isWhole(request[i], least, most));
+}
+
+function knobsFrom(parts, lost) {
+  const settings = {};
+  for (const [name, {title, values, usual}] of Object.entries(KNOBS)) {
+    const value = Number(parts.get(name) ?? usual);
+    const isRight = isWhole(value, values[0], values.at(-1));
+    settings[name] = isRight ? value : usual;
+    if (!isRight) lost.push(`${title}=${parts.get(name)} (now ${usual})`);
+  }
+  return settings;
+}
+
+function ownParts({requests, title, ...settings}) {   // for an address
+  const list = requests.map(request => request.join("-").replace(/(-0)+$/, ""));
+  const parts = title ? {title} : {};
+  parts.own = list.join("_");
+  for (const [name, value] of Object.entries(settings)) {
+    if (value !== KNOBS[name].usual) parts[name] = value;
+  }
+  return parts;
 }
 
 // The address of a recorded run's lengths; they arrive when they did on the GPU's clock.
 function ownOf(run, beside) {
   const {max_batch = 8, token_budget = 64, page_size = 16} = run.knobs, {requests} = run;
-  const when = computed("ragged", lengthsOf(requests), {max_batch, token_budget}).requests;
-  const prompts = requests.map(({prompt}) => prompt), shared = prompts.map(
-    prompt => largest(prompts.map(other => other === prompt ? 0 : alike(prompt, other))));
+  const timed = computed("ragged", lengthsOf(requests), {max_batch, token_budget});
+  const shared = requests.map(request => sharedWithOthers(request, requests));
   const common = largest(shared) > page_size ? largest(shared) : 0;
-  const rooms = requests.map(({prompt, limit}) => (
-    page_size * Math.ceil((prompt.length + limit - 1) / page_size)));
-  const memory = limitOf(run.knobs) ?? Math.max(KNOBS.memory[2],   // else enough for whoever runs
-    rooms.sort((a, b) => b - a).slice(0, max_batch).reduce((a, b) => a + b));
-  const list = requests.map(({prompt, generated}, r) => [
-    prompt.length, generated.length, Math.round(when[r].arrived),
-    common && shared[r] === common ? 1 : 0]);
-  const own = {requests: list.slice(0, MOST), max_batch, token_budget, page_size, common,
-               memory: Math.min(memory, KNOBS.memory[1].at(-1))};
+  const memory = limitOf(run.knobs) ?? enoughMemory(requests, max_batch, page_size);
+  const list = requests.map(({prompt, generated}, r) => {
+    const shares = common && shared[r] === common ? 1 : 0;
+    return [prompt.length, generated.length, Math.round(timed.requests[r].arrived), shares];
+  });
+  const parts = ownParts({
+    requests: list.slice(0, MOST), max_batch, token_budget, page_size, common,
+    memory: Math.min(memory, KNOBS.memory.values.at(-1))});
   const stages = {run: run.stage, beside: RUNS.get(beside)?.stage};
-  const known = Object.entries(stages).filter(
-    ([, name]) => LADDER[name]);
-  return String(new URLSearchParams({...ownParts(own), ...Object.fromEntries(known)}));
+  for (const [name, stage] of Object.entries(stages)) {
+    if (STAGE_KNOBS[stage]) parts[name] = stage;
+  }
+  return String(new URLSearchParams(parts));
+}
+
+function sharedWithOthers({prompt}, requests) {   // the longest beginning
+  const others = requests.filter(other => other.prompt !== prompt);
+  return largest(others.map(other => alike(prompt, other.prompt)));
+}
+
+function enoughMemory(requests, max_batch, page_size) {   // for whatever runs at once
+  const rooms = requests.map(({prompt, limit}) => {
+    const pages = Math.ceil((prompt.length + limit - 1) / page_size);
+    return page_size * pages;
+  });
+  rooms.sort((a, b) => b - a);
+  return Math.max(KNOBS.memory.usual, sumOf(rooms.slice(0, max_batch)));
 }
 
 function ownRun(stage) {
   if (!planned.has(stage)) {
-    const {requests, title, memory, max_new_tokens, common, ...limits} = state.own;
-    const load = requests.map(([prompt, answer, arrival, shares], r) => ({
-      prompt, answer, arrival, limit: Math.max(answer, max_new_tokens),
-      equal: requests.slice(0, r).map(
-        other => shares && other[3] ? Math.min(common, prompt, other[0]) : 0)}));
+    const {title, requests, common, memory, max_new_tokens, ...limits} = state.own;
     const pages = Math.floor(memory / limits.page_size);
     planned.set(stage, computed(
-      stage, load, {...limits, in_ms: true, max_kv_tokens: memory, pages}));
+      stage, ownLoad(), {...limits, in_ms: true, max_kv_tokens: memory, pages}));
   }
   return planned.get(stage);
 }
 
+function ownLoad() {                     // as schedule.js takes it
+  const {requests, common, max_new_tokens} = state.own;
+  return requests.map(([prompt, answer, arrival, shares], r) => {
+    const equal = requests.slice(0, r).map(([otherPrompt, , , otherShares]) => {
+      return shares && otherShares ? Math.min(common, prompt, otherPrompt) : 0;
+    });
+    return {prompt, answer, arrival, limit: Math.max(answer, max_new_tokens), equal};
+  });
+}
+
 // --- changes -------------------------------------------------------------------------------------
 
-function edit(what) {
+function edit(change) {
   note("");
-  what(state.own);
+  change(state.own);
   soon ??= requestAnimationFrame(redraw);
 }
 
@@ -174,13 +229,17 @@ function redrawNow() {
   fill();
 }
 
-const scoreOf = stage => planned.has(stage) || answers() <= HEAVY ? figuresOf(ownRun(stage))
-  : undefined;
+// undefined: not computed yet
+function scoreOf(stage) {
+  if (!planned.has(stage) && answers() > HEAVY) return undefined;
+  return figuresOf(ownRun(stage));
+}
 
 // The figures that are there. Of many tokens the others follow, a stage at a time.
 function scoresSoFar() {
-  const scores = Object.fromEntries(Object.keys(LADDER).map(stage => [stage, scoreOf(stage)]));
-  const missing = Object.keys(LADDER).find(stage => scores[stage] === undefined);
+  const scores = {};
+  for (const stage of Object.keys(STAGE_KNOBS)) scores[stage] = scoreOf(stage);
+  const missing = Object.keys(scores).find(stage => scores[stage] === undefined);
   clearTimeout(computing);
   if (missing) {
     computing = setTimeout(() => {
@@ -195,139 +254,192 @@ function scoresSoFar() {
 // --- controls ------------------------------------------------------------------------------------
 
 // A native range input, whose positions are indices of a table of values and whose face is a bar;
-// and a native number, which takes what lies between them.
+// and a native number, which takes what lies between them. set(value): changes the state
 function bar(name, kind, values, set, most = values.at(-1)) {
+  const least = values[0];
+  let shown = null;                      // the value
   const input = element("input", {type: "range", min: 0, max: values.length - 1, ariaLabel: name});
-  const exact = element("input", {type: "number", min: values[0], max: most, required: true,
-                                  ariaLabel: `${name}, as a number`});
   input.oninput = () => edit(() => set(values[input.value]));
+  const exact = element("input", {
+    type: "number", min: least, max: most, required: true, ariaLabel: `${name}, as a number`});
   exact.oninput = () => exact.checkValidity() && edit(() => set(Number(exact.value)));
   exact.onchange = () => {               // a value that is refused does not stay in its field
     if (exact.checkValidity()) return;
-    const refused = exact.value, [least, greatest] = [exact.min, exact.max].map(Number);
+    const refused = exact.value || "nothing";
     exact.value = shown;
-    note(`${name}: a whole number from ${number(least)} to ${number(greatest)}, please, not `
-         + `${refused || "nothing"}. It stays ${number(shown)}.`);
+    note(`${name}: a whole number from ${number(least)} to ${number(most)}, please, not `
+         + `${refused}. It stays ${number(shown)}.`);
   };
-  let shown = null;
-  return {node: element("label", {className: "length " + kind}, input, exact), show(value) {
+
+  function show(value) {
     shown = value;
     input.value = Math.max(0, atMost(values, value) - 1);
     input.ariaValueText = number(value);
     input.style.setProperty("--share", input.value / (values.length - 1));
     if (document.activeElement !== exact) exact.value = value;
-  }};
+  }
+
+  return {node: element("label", {className: "length " + kind}, input, exact), show};
 }
 
 function row(r) {                        // a request's controls; r: its number
   const name = nameOf(r), set = (i, value) => { state.own.requests[r][i] = value; };
-  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => set(0, n), LIMITS[0][2]);
+  const [[, , longestPrompt]] = LIMITS;
+  const prompt = bar(`${name}: prompt`, "prefill", LENGTHS, n => set(0, n), longestPrompt);
   const answer = bar(`${name}: answer`, "decode", LENGTHS, n => set(1, n));
-  const shares = element("button", {
-    title: "begins with the common beginning", ariaLabel: `${name}: begins like the others`,
-    onclick: () => edit(own => {
-      own.requests[r][3] ^= 1;
-      own.common ||= 64;
-    })}, "≡", element("small", {ariaHidden: "true"}, "alike"));
-  const out = element("button", {
-    className: "out", ariaLabel: `remove ${name}`, title: `remove ${name}`, onclick: () => {
-      edit(own => own.requests.splice(r, 1));
-      if (!state.own.requests[r]) $("rows").querySelectorAll(".out")[r - 1].focus();
-    }}, "×", element("small", {ariaHidden: "true"}, "remove"));
-  const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
-  input.oninput = () => {
-    state.held ??= views[0].end;         // while it is dragged, the axis stays
-    edit(() => set(2, Number(input.value)));
-  };
-  input.onchange = () => edit(() => { state.held = null; });
-  const output = element("output");
-  const arrival = element("label", {className: "arrival"}, input, output);
+  const arrival = arrivalBar(name, time => set(2, time));
+  const shares = shareButton(r, name), remove = removeButton(r, name);
   prompt.node.prepend(element("small", {ariaHidden: "true"}, "prompt"));   // on a phone
   answer.node.prepend(element("small", {ariaHidden: "true"}, "answer"));
   const node = element("div", {className: "row", ariaLabel: `request ${name}`}, bold(name),
-                       prompt.node, answer.node, shares, out, arrival);
+                       prompt.node, answer.node, shares, remove, arrival.node);
   node.setAttribute("role", "group");
-  return {node, show([tokens, longest, at, common], end) {
-    prompt.show(tokens);
-    answer.show(longest);
-    input.max = Math.max(end, at);
-    input.value = at;
-    input.ariaValueText = output.textContent = `${number(at)} ms`;
+
+  function show([promptTokens, answerTokens, arrivalMs, isShared], end) {
+    prompt.show(promptTokens);
+    answer.show(answerTokens);
+    arrival.show(arrivalMs, end);
+    shares.ariaPressed = String(Boolean(isShared));
+    remove.disabled = state.own.requests.length === 1;
+  }
+
+  return {node, show};
+}
+
+function shareButton(r, name) {
+  const words = element("small", {ariaHidden: "true"}, "alike");
+  const onclick = () => edit(own => {
+    const request = own.requests[r];
+    request[3] = request[3] ? 0 : 1;
+    own.common ||= 64;
+  });
+  return element("button", {title: "begins with the common beginning",
+                            ariaLabel: `${name}: begins like the others`, onclick}, "≡", words);
+}
+
+function removeButton(r, name) {
+  const words = element("small", {ariaHidden: "true"}, "remove"), label = `remove ${name}`;
+  const onclick = () => {
+    edit(own => own.requests.splice(r, 1));
+    const wasLast = !state.own.requests[r];   // the focus goes to the one before
+    if (wasLast) $("rows").querySelectorAll(".out")[r - 1].focus();
+  };
+  return element("button", {className: "out", ariaLabel: label, title: label, onclick},
+                 "×", words);
+}
+
+function arrivalBar(name, set) {         // as long as the timeline
+  const input = element("input", {type: "range", min: 0, ariaLabel: `${name}: arrival, ms`});
+  const output = element("output");
+  input.oninput = () => {
+    state.held ??= views[0].end;         // while it is dragged, the axis stays
+    edit(() => set(Number(input.value)));
+  };
+  input.onchange = () => edit(() => { state.held = null; });
+
+  function show(arrival, end) {
+    input.max = Math.max(end, arrival);
+    input.value = arrival;
+    output.textContent = `${number(arrival)} ms`;
+    input.ariaValueText = output.textContent;
     input.disabled = state.clock === "step";
-    shares.ariaPressed = String(Boolean(common));
-    out.disabled = state.own.requests.length === 1;
-  }};
+  }
+
+  return {node: element("label", {className: "arrival"}, input, output), show};
 }
 
 function beginOwn() {
-  const preset = name => element("button", {onclick: () => navigate(PRESETS[name][0])}, name);
-  const box = element("textarea", {rows: 4, ariaLabel: "requests", placeholder: [
-    "500 60", "40, 120, 25", '{"prompt": 300, "answer": 80, "arrival": 25, "shared": true}'
-  ].join("\n")});
-  const said = element("span", {className: "soft", role: "status"});
-  const paste = element("details", {className: "paste"}, element("summary", {}, "paste requests"),
-    soft("A line for each request: the lengths of its prompt and its answer, in tokens, and, if "
-         + "not 0, its arrival in ms and whether it begins like the others (1). Or JSON. Or a "
-         + "link, or the part of one from # on."), box,
-    element("button", {onclick: () => {
-      const [, link] = /^[^\s#]*#(\S+)$/.exec(box.value.trim()) ?? [];
-      said.textContent = "";
-      if (link) return navigate(link);
-      try {
-        const requests = parsed(box.value);
-        edit(own => {
-          own.requests = requests;
-          if (requests.some(([, , , shares]) => shares)) own.common ||= 64;
-        });
-        said.textContent = `${plural(requests.length, "request")}.`;
-      } catch (error) {
-        said.textContent = error.message;
-      }
-    }}, "use these"), said);
+  const presets = Object.entries(PRESETS).map(
+    ([name, [address]]) => element("button", {onclick: () => navigate(address)}, name));
   const title = element("input", {
     id: "title", maxLength: TITLE, placeholder: "title of the link", ariaLabel: "title of the link",
     oninput: () => edit(own => { own.title = title.value; })});
   const copy = element("button", {id: "copy", onclick: () => copyLink(copy)}, "copy link");
-  $("presets").append("Begin with:", ...Object.keys(PRESETS).map(preset), title, copy);
-  $("pasting").append(paste);
-  for (const [name, [title, values, , meaning, theirs]] of Object.entries(KNOBS)) {
-    const knob = bar(`${title}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
-    knob.node.prepend(element("span", {title: meaning}, title, element("small", {}, theirs)));
+  $("presets").append("Begin with:", ...presets, title, copy);
+  $("pasting").append(pasteBox());
+  for (const [name, {title: words, values, meaning, theirName}] of Object.entries(KNOBS)) {
+    const knob = bar(`${words}: ${meaning}`, "knob", values, n => { state.own[name] = n; });
+    knob.node.prepend(
+      element("span", {title: meaning}, words, element("small", {}, theirName)));
     knobs[name] = knob;
     $("knobs").append(knob.node);
   }
   $("more").onclick = () => edit(({requests}) => requests.push([...requests.at(-1)]));
 }
 
-// Whoever has published this page says where: pages.yml fills it in. A copy on a computer knows it.
+function pasteBox() {
+  const examples = [
+    "500 60", "40, 120, 25", '{"prompt": 300, "answer": 80, "arrival": 25, "shared": true}'];
+  const box = element(
+    "textarea", {rows: 4, ariaLabel: "requests", placeholder: examples.join("\n")});
+  const message = element("span", {className: "soft", role: "status"});
+  const use = element(
+    "button", {onclick: () => { message.textContent = usePasted(box.value); }}, "use these");
+  return element(
+    "details", {className: "paste"}, element("summary", {}, "paste requests"),
+    soft("A line for each request: the lengths of its prompt and its answer, in tokens, and, if "
+         + "not 0, its arrival in ms and whether it begins like the others (1). Or JSON. Or a "
+         + "link, or the part of one from # on."), box, use, message);
+}
+
+// Shows pasted requests, or a pasted link. Returns what is to be said of them.
+function usePasted(text) {
+  const [, link] = /^[^\s#]*#(\S+)$/.exec(text.trim()) ?? [];
+  if (link) {
+    navigate(link);
+    return "";
+  }
+  let requests;
+  try {
+    requests = parsed(text);
+  } catch (error) {
+    return error.message;
+  }
+  edit(own => {
+    own.requests = requests;
+    if (requests.some(([, , , shares]) => shares)) own.common ||= 64;
+  });
+  return `${plural(requests.length, "request")}.`;
+}
+
+// Where this page is published: pages.yml fills it in, so a copy on a computer knows it.
 const published = () => document.querySelector("meta[name=published]").content;
 
 async function copyLink(button) {
-  const here = location.href.split("#")[0], ofFile = location.protocol === "file:";
-  const page = ofFile ? published() : here, link = page + address();
+  const isFile = location.protocol === "file:";
+  const page = isFile ? published() : location.href.split("#")[0];
+  const link = page + address();
   await navigator.clipboard?.writeText(link).catch(() => {});
-  if (ofFile) note((page ? "" : OF_A_FILE) + link, "soft");
+  if (isFile) note(page ? link : OF_A_FILE + link, "soft");
   button.textContent = "copied";
   setTimeout(() => { button.textContent = "copy link"; }, 1500);
 }
 
+// --- pasted requests -----------------------------------------------------------------------------
+
 // Requests in lines. Error with a line that says what is wrong.
 function parsed(text) {
-  let lines = text.split("\n").map((line, i) => ({line: line.trim(), where: `line ${i + 1}`}));
-  lines = lines.filter(({line}) => line);
-  if (lines.length && isHead(lines[0].line)) lines = lines.slice(1);
+  const numbered = text.split("\n").map((line, i) => ({line: line.trim(), where: `line ${i + 1}`}));
+  const filled = numbered.filter(({line}) => line);
+  const hasHead = filled.length && isHead(filled[0].line);
+  const lines = hasHead ? filled.slice(1) : filled;
   if (!lines.length || lines.length > MOST) {
     throw Error(`1 to ${MOST} requests, please; there are ${lines.length} lines`);
   }
   return lines.map(({line, where}) => {
-    const one = line.startsWith("{") ? fromJSON(line, where) : fromWords(line, where);
-    for (const [k, [what, least, most]] of LIMITS.entries()) {
-      if (isLength(one[k], least, most)) continue;
-      throw Error(`${where}: ${what} must be a whole number from ${least} to ${number(most)}, `
-                  + `not ${one[k]}`);
-    }
-    return [...one.slice(0, 3), one[3] ? 1 : 0];
+    const request = line.startsWith("{") ? fromJSON(line, where) : fromWords(line, where);
+    refuseBeyondLimits(request, where);
+    const [prompt, answer, arrival, shared] = request;
+    return [prompt, answer, arrival, shared ? 1 : 0];
   });
+}
+
+function refuseBeyondLimits(request, where) {
+  for (const [i, [what, least, most]] of LIMITS.entries()) {
+    if (isWhole(request[i], least, most)) continue;
+    throw Error(`${where}: ${what} must be a whole number from ${least} to ${number(most)}, `
+                + `not ${request[i]}`);
+  }
 }
 
 // The fields of a line, without the quotation marks around them.
@@ -335,13 +447,13 @@ const fields = line => line.split(/[\s,;]+/).map(field => field.replace(/^["']|[
 const isNumber = field => field !== "" && Number.isFinite(Number(field));
 
 function isHead(line) {                  // of a table: names, and no number
-  return !line.startsWith("{") && !fields(line).some(isNumber)
-    && fields(line).length > 1;
+  if (line.startsWith("{")) return false;
+  return fields(line).length > 1 && !fields(line).some(isNumber);
 }
 
-function fromWords(line, where) {            // prompt, answer, arrival, whether it begins like others
-  const words = fields(line).filter(field => field !== ""), odd = words.find(
-    word => !isNumber(word));
+function fromWords(line, where) {        // prompt, answer, arrival, whether it begins like others
+  const words = fields(line).filter(field => field !== "");
+  const odd = words.find(word => !isNumber(word));
   if (odd !== undefined) throw Error(`${where}: “${odd}” is no number`);
   if (words.length < 2 || words.length > 4) {
     throw Error(`${where}: two to four numbers, not “${line}”`);
@@ -353,41 +465,44 @@ function fromWords(line, where) {            // prompt, answer, arrival, whether
 const NAMES = ["prompt", "answer", "arrival", "shared"];
 
 function fromJSON(line, where) {
-  let one;
+  let request;
   try {
-    one = JSON.parse(line);
+    request = JSON.parse(line);
   } catch {
     throw Error(`${where} is not JSON`);
   }
-  const unknown = Object.keys(one).find(name => !NAMES.includes(name));
+  const unknown = Object.keys(request).find(name => !NAMES.includes(name));
   if (unknown !== undefined) {
     throw Error(`${where}: “${unknown}” is unknown; there are ${NAMES.join(", ")}`);
   }
   for (const name of ["prompt", "answer"]) {
-    if (!(name in one)) throw Error(`${where}: “${name}” is missing`);
+    if (!(name in request)) throw Error(`${where}: “${name}” is missing`);
   }
-  const {prompt, answer, arrival = 0, shared = 0} = one;
-  return [...[prompt, answer, arrival].map(numberOf), Number(shared)];
+  const {prompt, answer, arrival = 0, shared = 0} = request;
+  return [numberOf(prompt), numberOf(answer), numberOf(arrival), Number(shared)];
 }
 
 // A number, also one in quotation marks; anything else stays, and is named in the error.
-const numberOf = value => typeof value === "string" && isNumber(value) ? Number(value) : value;
+function numberOf(value) {
+  return typeof value === "string" && isNumber(value) ? Number(value) : value;
+}
 
 // --- drawing -------------------------------------------------------------------------------------
 
-function rowHigh(number) {               // of a timeline, in pixels: of the first as its controls
+// Of the row of a timeline, in pixels. In the first, a row is as high as the controls beside it.
+function ownRowHeight(viewNumber) {
   const rows = state.own.requests.length;
   if (innerWidth <= 760) return Math.max(4, Math.min(14, Math.floor(130 / rows)));
-  if (number) return 11;
+  if (viewNumber) return 11;
   return isLow() ? 22 : 24;              // as .row in page.css
 }
 
 function drawOwn({wide}) {               // the controls show the state
   const {requests} = state.own;
   while (rows.length < requests.length) rows.push(row(rows.length));
-  const there = $("rows").children;      // the others stay where they are: one may have the focus
-  while (there.length > requests.length) there[there.length - 1].remove();
-  while (there.length < requests.length) $("rows").append(rows[there.length].node);
+  const nodes = $("rows").children;      // the others stay where they are: one may have the focus
+  while (nodes.length > requests.length) nodes[nodes.length - 1].remove();
+  while (nodes.length < requests.length) $("rows").append(rows[nodes.length].node);
   $("own").style.setProperty("--wide", wide - 2 + "px");
   const end = state.held ?? largest(shown().map(endOf));
   requests.forEach((request, r) => rows[r].show(request, end));
@@ -397,10 +512,12 @@ function drawOwn({wide}) {               // the controls show the state
 }
 
 function ownScores() {                   // {stage: its figures}, of all
-  return Object.fromEntries(Object.keys(LADDER).map(stage => [stage, figuresOf(ownRun(stage))]));
+  const scores = {};
+  for (const stage of Object.keys(STAGE_KNOBS)) scores[stage] = figuresOf(ownRun(stage));
+  return scores;
 }
 
-function pickOwn(run) {                  // or twice the same
+function pickOwn(run) {                  // the run that is beside it changes places with it
   change(run === state.beside ? {run, beside: state.run} : {run});
 }
 
@@ -413,22 +530,33 @@ function ownScoreboard(scores) {
 }
 
 // Its most asked figures, beside the timelines: in sight while a bar is moved.
+const FEW = ["speed", "first", "next"];
+
 function fewScores(scores) {
-  const keys = ["speed", "first", "next"];
-  const heads = keys.map(key => element("th", {scope: "col", title: SCORES[key][2]},
-                                        SCORES[key][0].replace(", ms", "")));
-  const lines = Object.entries(scores).map(([name, score]) => {
-    const shown = [state.run, state.beside].includes(name);
-    const button = element("button", {ariaPressed: String(shown), onclick: () => {
-      pickOwn(name);
-      $("few").querySelectorAll("button")[Object.keys(LADDER).indexOf(name)].focus();
-    }}, name);
-    const cells = keys.map(key => element("td", {}, score ? SCORES[key][1](score[key])
-      : score === undefined ? "…" : "–"));
-    return element("tr", {}, element("th", {scope: "row"}, button), ...cells);
+  const heads = FEW.map(figure => {
+    const [title, , meaning] = SCORES[figure];
+    return element("th", {scope: "col", title: meaning}, title.replace(", ms", ""));
   });
-  return element("table", {}, element("tr", {}, element("th", {scope: "col"}, "stage"), ...heads),
-                 ...lines);
+  const head = element("tr", {}, element("th", {scope: "col"}, "stage"), ...heads);
+  const lines = Object.entries(scores).map(([name, score], i) => {
+    const cells = FEW.map(figure => element("td", {}, fewWords(score, figure)));
+    return element("tr", {}, element("th", {scope: "row"}, stageButton(name, i)), ...cells);
+  });
+  return element("table", {}, head, ...lines);
+}
+
+function fewWords(score, figure) {
+  if (score === undefined) return "…";
+  const [, text] = SCORES[figure];
+  return score ? text(score[figure]) : "–";
+}
+
+function stageButton(name, i) {          // i: its line
+  const isShown = name === state.run || name === state.beside;
+  return element("button", {ariaPressed: String(isShown), onclick: () => {
+    pickOwn(name);
+    $("few").querySelectorAll("button")[i].focus();   // as it was: the table is a new one
+  }}, name);
 }
 
 function drawScores() {
@@ -439,52 +567,79 @@ function drawScores() {
 }
 
 function lookAt(scores) {                // of the preset whose requests these are
+  const isReady = Object.values(scores).every(Boolean);
   const here = JSON.stringify(ownParts(state.own));
-  const [, words] = Object.values(PRESETS).find(([address]) => here === JSON.stringify(
-    ownParts(ownFrom(new URLSearchParams(address), [])))) ?? [];
-  return words && Object.values(scores).every(Boolean) ? words(scores) : "";
+  for (const [address, words] of Object.values(PRESETS)) {
+    const preset = ownFrom(new URLSearchParams(address), []);
+    if (isReady && JSON.stringify(ownParts(preset)) === here) return words(scores);
+  }
+  return "";
 }
 
-function sayOwn(view) {                  // the plan, and what waits for what
-  const {run, now, states, number} = view;
-  const queue = run.requests.map((request, r) => ({...request, kind: states[r].kind})).filter(
-    ({kind}) => ["waiting", "preempted"].includes(kind)).sort((a, b) => a.arrived - b.arrived);
-  const names = queue.map(({name, kind}) => name + (kind === "preempted" ? " (preempted)" : ""));
-  if (names.length > 8) names.splice(8, Infinity, `and ${names.length - 8} more`);
-  const wait = !names.length || !now.passes.length ? ""
-    : ` ${names.join(" ")} wait${names.length > 1 ? "" : "s"} for ${waitsFor(run, now, queue[0])}.`;
-  const never = run.requests.filter(({refused}) => refused);
-  const others = never.slice(1).map(({name}) => name).join(" ");
-  const misfits = never.length ? ` ${never[0].name} can never run: ${never[0].refused}`
-    + `${others && `; nor can ${others}`}.` : "";
-  const plan = never.length === run.requests.length ? "nothing runs."
-    : sayPlan(view, partsNow(view));
+// --- a line of words: the plan, and what waits for what ------------------------------------------
+
+function sayOwn(view) {
+  const {run, now, number: viewNumber} = view;
+  const runsNone = run.requests.every(({refused}) => refused);
+  const plan = runsNone ? "nothing runs." : planWords(view, partsNow(view));
   const who = state.beside ? `${run.name}, step` : "Step";
-  const text = `${who} ${now.step}: ${plan}${wait}${misfits}`;
-  const node = number ? $("other").firstElementChild : $("said");
-  if (node.textContent !== text) node.textContent = text;
+  const text = `${who} ${now.step}: ${plan}${queueWords(view)}${refusedWords(run)}`;
+  const node = viewNumber ? $("other").firstElementChild : $("said");
+  if (node.textContent !== text) node.textContent = text;   // else a reader would say it again
 }
 
-const FIRST = {unbatched: "a turn", naive: "the batch", dynamic: "a place"};
+function queueWords({run, now, states}) {
+  const all = run.requests.map((request, r) => ({...request, kind: states[r].kind}));
+  const queue = all.filter(({kind}) => kind === "waiting" || kind === "preempted");
+  if (!queue.length || !now.passes.length) return "";
+  queue.sort((a, b) => a.arrived - b.arrived);
+  const names = queue.map(({name, kind}) => kind === "preempted" ? `${name} (preempted)` : name);
+  if (names.length > 8) names.splice(8, Infinity, `and ${names.length - 8} more`);
+  const verb = names.length > 1 ? "wait" : "waits";
+  return ` ${names.join(" ")} ${verb} for ${reasonToWait(run, now, queue[0])}.`;
+}
 
-function waitsFor(run, now, {name, prompt, limit, steps}) {   // the first in the queue
-  const {knobs, passes, pool} = run, [first] = now.passes, reserved = passes.reserved[first];
-  const set = state.own.max_batch, more = knobs.max_batch < set
-    ? `: more than ${knobs.max_batch} at once might not fit into the memory` : "";
-  if (FIRST[run.name]) return FIRST[run.name] + more;
+function refusedWords({requests}) {
+  const [first, ...others] = requests.filter(({refused}) => refused);
+  if (!first) return "";
+  const names = others.map(({name}) => name).join(" ");
+  return ` ${first.name} can never run: ${first.refused}${names ? `; nor can ${names}` : ""}.`;
+}
+
+// For a stage that cannot limit its memory, fewer may run at once than max_batch says.
+const PLACES = {unbatched: "a turn", naive: "the batch", dynamic: "a place"};
+
+function reasonToWait(run, now, first) { // first: in the queue
+  const {knobs, passes} = run, [pass] = now.passes;
+  if (PLACES[run.name]) {
+    const isFewer = knobs.max_batch < state.own.max_batch;
+    const why = `: more than ${knobs.max_batch} at once might not fit into the memory`;
+    return PLACES[run.name] + (isFewer ? why : "");
+  }
   if (preempts(run, now)) return "the next step: none is admitted in a step that preempts";
-  if (passes.at_once[first] === knobs.max_batch) return "a place";
+  if (passes.at_once[pass] === knobs.max_batch) return "a place";
   if (tokensIn(run, now) === knobs.token_budget) return "the token budget";
-  const known = prompt.length + atMost(steps, now.step);   // when it is admitted, and preempted
-  const [need, free, unit] = pool
-    ? [Math.ceil(known / pool.page_size), pool.pages - reserved / pool.page_size, "page"]
-    : [prompt.length + limit - 1, knobs.max_kv_tokens - reserved, "token"];
-  const does = run.name === "prefix" ? "needs at most" : pool ? "needs" : "would reserve";
-  const less = pool ? "" : " (the last one of its answer needs none)";
-  return `memory: ${name} ${does} ${plural(need, unit)}${less}, ${number(free)} free`;
+  return memoryReason(run, now, first);
 }
 
-function preempts({passes, requests}, {step, passes: [first]}) {   // whoever is done leaves, too
-  return Object.entries(passes.room[first]).some(([r, room]) => room === null
-    && atMost(requests[r].steps, step - 1) < requests[r].generated.length);
+function memoryReason({name: stage, knobs, passes, pool}, now, {name, prompt, limit, steps}) {
+  const reserved = passes.reserved[now.passes[0]];
+  if (!pool) {
+    const room = plural(prompt.length + limit - 1, "token");
+    return `memory: ${name} would reserve ${room} (the last one of its answer needs none), `
+      + `${number(knobs.max_kv_tokens - reserved)} free`;
+  }
+  const tokens = prompt.length + atMost(steps, now.step);   // it may have been preempted
+  const pages = plural(Math.ceil(tokens / pool.page_size), "page");
+  const needs = stage === "prefix" ? "needs at most" : "needs";   // some may be cached
+  return `memory: ${name} ${needs} ${pages}, `
+    + `${number(pool.pages - reserved / pool.page_size)} free`;
+}
+
+function preempts({passes, requests}, {step, passes: [pass]}) {
+  const freed = Object.entries(passes.room[pass]).filter(([, room]) => room === null);
+  return freed.some(([r]) => {           // a request that is done frees its memory, too
+    const {steps, generated} = requests[r];
+    return atMost(steps, step - 1) < generated.length;
+  });
 }

@@ -1,4 +1,4 @@
-// The twin: what the ladder's stages do with a load, computed once more in a browser. Which tokens
+// The twin: what the eight stages do with a load, computed once more in a browser. Which tokens
 // are in which pass depends on lengths alone, so there is no model here, and no token:
 //
 //     simulate("paged", [{prompt: 20, answer: 5}, {prompt: 9, answer: 3, arrival: 2}],
@@ -19,9 +19,16 @@ class Request {
   // refused: why it can never run; "": it can
   constructor({prompt, answer, limit = answer, arrival = 0, equal = [], refused = ""}, number) {
     Object.assign(this, {number, prompt, answer, limit, arrival, equal, refused});
-    Object.assign(this, {computed: 0, generated: 0, block_table: null, page_hashes: []});
-    Object.assign(this, {token_steps: [], token_times: []});
-    Object.assign(this, {reached: 0, room: null, room_pages: undefined});   // for the record
+    this.computed = 0;                   // tokens whose keys and values are in the cache
+    this.generated = 0;
+    this.block_table = null;
+    this.page_hashes = [];
+    this.token_steps = [];
+    this.token_times = [];
+    // for the record: tokens that were computed at least once; what it held in the last pass
+    this.reached = 0;
+    this.room = null;
+    this.room_pages = undefined;
   }
   get todo() { return this.prompt + this.generated - this.computed; }
   get kv_capacity() { return this.prompt + this.limit - 1; }
@@ -52,8 +59,10 @@ class Clock {   // arrivals are steps, or with `in_ms` milliseconds of this cloc
 
 class Scheduler {
   constructor(requests, {max_batch, token_budget, max_kv_tokens}, clock) {
-    Object.assign(this, {max_batch, token_budget, max_kv_tokens: max_kv_tokens ?? Infinity, clock});
-    Object.assign(this, {waiting: [], running: []});
+    Object.assign(this, {max_batch, token_budget, clock});
+    this.max_kv_tokens = max_kv_tokens ?? Infinity;
+    this.waiting = [];
+    this.running = [];
     for (const request of requests) this.add(request);
   }
   add(request) {                         // Python refuses the whole run
@@ -61,7 +70,7 @@ class Scheduler {
     else request.refused = `${request.kv_capacity} KV tokens, there are ${this.max_kv_tokens}`;
   }
   schedule(step) {
-    const plan = [], running = this.running.length;
+    const plan = [], ran = this.running.length;
     let budget = this.token_budget;
     for (const request of this.running) {   // `make_room` may take others from the list's end
       const n = Math.min(request.todo, budget);
@@ -69,7 +78,7 @@ class Scheduler {
       plan.push([request, n]);
       budget -= n;
     }
-    const preempted = this.running.length < running;
+    const preempted = this.running.length < ran;
     while (budget && !preempted && this.running.length < this.max_batch) {
       if (!this.arrived(step) || !this.admit(this.waiting[0])) break;
       const request = this.waiting.shift();
@@ -104,7 +113,9 @@ class Scheduler {
 
 class PagePool {
   constructor(number, page_size) {
-    Object.assign(this, {number, page_size, free_queue: Array.from(Array(number).keys())});
+    this.number = number;
+    this.page_size = page_size;
+    this.free_queue = Array.from(Array(number).keys());
   }
   get free_pages() { return this.free_queue.length; }
   get cached_and_free() { return []; }
@@ -121,9 +132,9 @@ function pool_size(requests, {max_batch, page_size, pages = null}) {
 
 class PagedScheduler extends Scheduler {
   constructor(requests, knobs, clock) {
-    const number = pool_size(requests, knobs), {page_size} = knobs;
-    super(requests, {...knobs, max_kv_tokens: number * page_size}, clock);
-    this.pool = new PagePool(number, page_size);
+    const number = pool_size(requests, knobs);
+    super(requests, {...knobs, max_kv_tokens: number * knobs.page_size}, clock);
+    this.pool = new PagePool(number, knobs.page_size);
   }
   admit(request) {
     if (this.pool.needed(request.todo) > this.pool.free_pages) return false;
@@ -165,8 +176,11 @@ function page_hash({number, equal}, end) {
 class PrefixPool extends PagePool {
   constructor(number, page_size) {
     super(number, page_size);
-    Object.assign(this, {blank: this.free_queue.reverse(), free_queue: new Set()});
-    Object.assign(this, {ref_count: Array(number).fill(0), cached: new Map(), hash_of: new Map()});
+    this.blank = this.free_queue.reverse();
+    this.free_queue = new Set();
+    this.ref_count = Array(number).fill(0);
+    this.cached = new Map();             // hash -> the pages that have it
+    this.hash_of = new Map();            // page -> its hash
   }
   get free_pages() { return this.blank.length + this.free_queue.size; }
   get cached_and_free() { return [...this.free_queue]; }
@@ -185,7 +199,8 @@ class PrefixPool extends PagePool {
     for (let i = 0; i < number; i++) this.share(table, [this.blank.pop() ?? this.evict()]);
   }
   evict() {
-    const [page] = this.free_queue, hash = this.hash_of.get(page), pages = this.cached.get(hash);
+    const [page] = this.free_queue;
+    const hash = this.hash_of.get(page), pages = this.cached.get(hash);
     this.hash_of.delete(page);
     pages.delete(page);
     if (!pages.size) this.cached.delete(hash);
@@ -211,23 +226,33 @@ class PrefixScheduler extends PagedScheduler {
     this.pool = new PrefixPool(this.pool.number, this.pool.page_size);
   }
   hash_of_page(request, i) {
-    const known = request.page_hashes, {page_size} = this.pool;
-    while (known.length <= i) known.push(page_hash(request, (known.length + 1) * page_size));
-    return known[i];
+    const hashes = request.page_hashes;
+    while (hashes.length <= i) {
+      const end = (hashes.length + 1) * this.pool.page_size;
+      hashes.push(page_hash(request, end));
+    }
+    return hashes[i];
   }
   admit(request) {
-    const {pool} = this, full = Math.floor((request.todo - 1) / pool.page_size), found = [];
-    for (let i = 0, page; i < full; i++) {
-      page = pool.find(this.hash_of_page(request, i));
-      if (page === undefined) break;
-      found.push(page);
-    }
-    const more = pool.needed(request.todo) - found.length;
-    const revived = found.filter(page => pool.free_queue.has(page)).length;
+    const {pool} = this;
+    const shared = this.cached_pages(request);
+    const more = pool.needed(request.todo) - shared.length;
+    const revived = shared.filter(page => pool.free_queue.has(page)).length;
     if (more + revived > pool.free_pages) return false;
-    Object.assign(request, {block_table: [], computed: found.length * pool.page_size});
-    pool.share(request.block_table, found);
+    request.block_table = [];
+    request.computed = shared.length * pool.page_size;
+    pool.share(request.block_table, shared);
     return true;
+  }
+  cached_pages(request) {                // its first pages, up to the first that is not cached
+    const full = Math.floor((request.todo - 1) / this.pool.page_size);
+    const pages = [];
+    for (let i = 0; i < full; i++) {
+      const page = this.pool.find(this.hash_of_page(request, i));
+      if (page === undefined) break;
+      pages.push(page);
+    }
+    return pages;
   }
   make_room(request, n) {
     const granted = super.make_room(request, n);
@@ -236,7 +261,8 @@ class PrefixScheduler extends PagedScheduler {
   }
   cache_filled(request, start, end) {
     const {page_size} = this.pool;
-    for (let i = Math.floor(start / page_size); i < Math.floor(end / page_size); i++) {
+    const first = Math.floor(start / page_size), full = Math.floor(end / page_size);
+    for (let i = first; i < full; i++) {
       this.pool.register(request.block_table[i], this.hash_of_page(request, i));
     }
   }
@@ -245,21 +271,30 @@ class PrefixScheduler extends PagedScheduler {
 // --- layouts: the tensor's shape; the scores that attention computes, the keys that it reads, and
 // --- those that it copies, of all rows. (A GPU reads pages through the table, and copies none.)
 
-const n_of = ([, n]) => n, start_of = ([{computed}]) => computed;
+const n_of = ([, n]) => n;
+const start_of = ([{computed}]) => computed;
 const end_of = ([{computed}, n]) => computed + n;
 
-function static_batch({length: B}, start, end) {
-  return {shape: [B, end - start], scores: B * (end - start) * end, keys: B * end, copied: 0};
+function static_batch(plan, start, end) {
+  const B = plan.length, T = end - start;
+  return {shape: [B, T], scores: B * T * end, keys: B * end, copied: 0};
 }
 
 function rectangle(plan) {
-  const B = plan.length, T = largest(plan.map(n_of)), P = largest(plan.map(start_of));
-  return {shape: [B, T], scores: B * T * (P + T), keys: B * (P + T), copied: B * P + B * (P + T)};
+  const B = plan.length;
+  const T = largest(plan.map(n_of));
+  const P = largest(plan.map(start_of));
+  const past = B * P, keys = B * (P + T);
+  return {shape: [B, T], scores: T * keys, keys, copied: past + keys};
 }
 
 function flat(plan) {
-  return {shape: [sum(plan.map(n_of))], scores: sum(plan.map(part => n_of(part) * end_of(part))),
-          keys: sum(plan.map(end_of)), copied: 0};
+  const scores = plan.map(part => n_of(part) * end_of(part));
+  return {
+    shape: [sum(plan.map(n_of))],
+    scores: sum(scores),
+    keys: sum(plan.map(end_of)),
+    copied: 0};
 }
 
 // One request: its cache is written in place.
@@ -271,14 +306,18 @@ function* naive(waiting, {max_batch}, clock) {
   let step = 0;
   while (waiting.length) {
     step = clock.next_step(step, waiting[0]);
-    const running = waiting.filter(one => clock.arrived(one, step)).slice(0, max_batch);
+    const arrived = waiting.filter(request => clock.arrived(request, step));
+    const running = arrived.slice(0, max_batch);
     waiting = waiting.slice(running.length);
     let start = 0, end = largest(running.map(({prompt}) => prompt));
     const capacity = end + largest(running.map(({limit}) => limit - 1));
-    for (; !running.every(({finished}) => finished); start = end++, step++) {
+    while (!running.every(({finished}) => finished)) {
       const plan = running.map(request => [request, request.finished ? 0 : request.todo]);
       yield {step, plan, running, columns: end, capacity, cost: static_batch(plan, start, end)};
       advance(plan);
+      start = end;
+      end += 1;
+      step += 1;
     }
   }
 }
@@ -291,9 +330,12 @@ function* dynamic(waiting, {max_batch}, clock, layout = rectangle) {
     const admitted = arrived.slice(0, max_batch - running.length);
     waiting = waiting.slice(admitted.length);
     running = [...running, ...admitted];
-    const decodes = running.filter(one => one.generated).map(one => [one, 1]);
-    const prompts = running.filter(one => !one.generated).map(one => [one, one.todo]);
-    for (const plan of [decodes, prompts].filter(part => part.length)) {
+    const have_begun = running.filter(request => request.generated);
+    const are_new = running.filter(request => !request.generated);
+    const decodes = have_begun.map(request => [request, 1]);
+    const prompts = are_new.map(request => [request, request.todo]);
+    for (const plan of [decodes, prompts]) {
+      if (!plan.length) continue;
       yield {step, plan, running, cost: layout(plan)};
       advance(plan);
     }
@@ -304,7 +346,8 @@ function* dynamic(waiting, {max_batch}, clock, layout = rectangle) {
 function* scheduled(scheduler, layout, passes_of = plan => [plan]) {
   for (let step = 0; scheduler.busy; step++) {
     step = scheduler.next_step(step);
-    for (const plan of passes_of(scheduler.schedule(step)).filter(part => part.length)) {
+    for (const plan of passes_of(scheduler.schedule(step))) {
+      if (!plan.length) continue;
       yield {step, plan, running: scheduler.running, pool: scheduler.pool, cost: layout(plan)};
       scheduler.update(plan);
     }
@@ -312,7 +355,9 @@ function* scheduled(scheduler, layout, passes_of = plan => [plan]) {
 }
 
 function decodes_and_chunks(plan) {
-  return [plan.filter(([{todo}]) => todo === 1), plan.filter(([{todo}]) => todo > 1)];
+  const decodes = plan.filter(([{todo}]) => todo === 1);
+  const chunks = plan.filter(([{todo}]) => todo > 1);
+  return [decodes, chunks];
 }
 
 const STAGES = {   // unbatched is dynamic with one request at a time
@@ -335,7 +380,8 @@ export function simulate(stage, load, knobs, gpu) {
   const queue = requests.filter(({refused}) => !refused).sort((a, b) => a.arrival - b.arrival);
   let pool = null;
   for (const batch of STAGES[stage](queue, knobs, clock)) {
-    const {step, plan} = batch, due = requests_due(plan), before = passes.at(-1);
+    const {step} = batch, before = passes.at(-1);
+    const due = requests_due(batch.plan);
     const pass = record_pass(batch, gpu, due.length);
     pass.start = before?.step === step ? before.start : clock.now;   // of the step
     pass.room = room_changes(requests, batch);
@@ -351,38 +397,55 @@ export function simulate(stage, load, knobs, gpu) {
 }
 
 function record_pass(batch, gpu, sampled) {   // as Trace and Recorder
-  const {step, plan, running, pool, columns = 0, capacity, cost} = batch, {shape} = cost;
-  const work = [], finished = [], slots = shape.reduce((a, b) => a * b);
-  let planned = 0, own = 0, useful = 0, useful_scores = 0;
+  const {step, plan, running, pool, columns = 0, cost} = batch, {shape} = cost;
+  const slots = shape.reduce((a, b) => a * b);
+  const finished = plan.filter(([, n]) => n === 0).map(([request]) => request.number);
+  const work = [];
+  let planned = 0, own_keys = 0, useful = 0, useful_scores = 0;
   for (const [request, n] of plan) {
-    if (!n) finished.push(request.number);
     if (!n) continue;
     const first = request.computed, end = first + n;
     const fresh = Math.max(0, end - Math.max(first, request.reached));
     work.push(request.number, first, n);
     planned += n;
-    own += end;
+    own_keys += end;
     useful += fresh;
     useful_scores += fresh * (2 * end - fresh + 1) / 2;   // the sum of end - fresh + 1 .. end
     request.reached = Math.max(request.reached, end);
   }
-  const reserved = pool ? (pool.number - pool.free_pages) * pool.page_size
-    : capacity ? capacity * plan.length : sum(running.map(request => request.kv_capacity));
-  return {step, ms: milliseconds(gpu, slots, cost, sampled), shape, slots, work, finished, useful,
-          recomputed: planned - useful, pad_slots: slots - planned - finished.length,
-          finished_slots: finished.length, score_entries: cost.scores, useful_scores,
-          padded_keys: cost.keys - own, copied_bytes: cost.copied * gpu.kv_bytes, columns,
-          at_once: running.length, reserved, cached: pool?.cached_and_free ?? []};
+  return {
+    step, shape, slots, work, finished, useful, useful_scores, columns,
+    ms: milliseconds(gpu, slots, cost, sampled),
+    recomputed: planned - useful,
+    pad_slots: slots - planned - finished.length,
+    finished_slots: finished.length,
+    score_entries: cost.scores,
+    padded_keys: cost.keys - own_keys,
+    copied_bytes: cost.copied * gpu.kv_bytes,
+    at_once: running.length,
+    reserved: reserved_tokens(batch),
+    cached: pool?.cached_and_free ?? []};
+}
+
+function reserved_tokens({plan, running, pool, capacity}) {
+  if (pool) return (pool.number - pool.free_pages) * pool.page_size;
+  if (capacity) return capacity * plan.length;   // a static batch: its rows are as long
+  return sum(running.map(request => request.kv_capacity));
 }
 
 // {request: its capacity, block table or null}, where it differs from the last pass.
 function room_changes(requests, {running, capacity}) {
   const changes = {};
   for (const request of requests) {
-    const holds = running.includes(request), table = holds ? request.block_table : null;
-    const room = holds ? table ?? capacity ?? request.kv_capacity : null;
-    if (room === request.room && table?.length === request.room_pages) continue;
-    Object.assign(request, {room, room_pages: table?.length});
+    const holds = running.includes(request);
+    const table = holds ? request.block_table : null;
+    const tokens = holds ? capacity ?? request.kv_capacity : null;
+    const room = table ?? tokens;
+    // A block table is the same array all the time, and only grows.
+    const is_same = room === request.room && table?.length === request.room_pages;
+    if (is_same) continue;
+    request.room = room;
+    request.room_pages = table?.length;
     changes[request.number] = table ? [...table] : room;
   }
   return changes;
@@ -390,7 +453,7 @@ function room_changes(requests, {running, capacity}) {
 
 function milliseconds(c, slots, {scores, keys, copied}, sampled) {   // Shape.seconds
   const arithmetic = (slots + c.tile) * c.row + sampled * c.sample + scores * c.score;
-  const reading = c.weights + (sampled ? c.vocabulary : 0) + (keys + slots) * c.key
-    + copied * c.copy;
+  const vocabulary = sampled ? c.vocabulary : 0;
+  const reading = c.weights + vocabulary + (keys + slots) * c.key + copied * c.copy;
   return 1e3 * (Math.hypot(arithmetic, reading) + c.overhead + c.per_request * sampled);
 }

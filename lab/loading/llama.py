@@ -1,5 +1,5 @@
 """
-Beyond GPT-2: the architecture of Llama, Mistral and Qwen on the same ladder. No stage changes.
+Beyond GPT-2: the architecture of Llama, Mistral and Qwen on the same stages. No stage changes.
 
 Read it beside model.py. What changed since GPT-2, and what each change does to batching:
 
