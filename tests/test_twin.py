@@ -80,7 +80,7 @@ def python(stage, requests, knobs):
         return generate(model, requests, **knobs)
 
     try:
-        trace = simulate(*page.GPU, watched, mine,
+        trace = simulate(page.MODEL, page.GPU, watched, mine,
                          [r["arrival"] / 1e3 for r in requests] if in_ms else None,
                          **flags.knobs_of(generate, knobs)[0])
     except ValueError as refused:

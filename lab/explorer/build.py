@@ -1,5 +1,5 @@
 """
-Builds docs/explorer.html: the ladder's stages on requests.jsonl, for the guided walk.
+Builds docs/explorer.html: all stages on requests.jsonl, for the guided walk.
 
 Every stage runs on the built-in model, under the X-ray and the check. All times are those of a
 calculated GPU (lab/simulate/), so the page is the same on every machine. A visitor's own requests
@@ -26,10 +26,11 @@ from lab.views.stage_table import known
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "explorer.html"
 KNOBS = dict(max_batch=8, token_budget=32, pages=26, page_size=16)
-RUNS = {   # name: (stage, further knobs)
-    **{name: (generate, {}) for name, generate in SCRIPTS.items()},
-    SAME: (SCRIPTS["ragged"], {"max_kv_tokens": KNOBS["pages"] * KNOBS["page_size"]}),
-    MASK: (SCRIPTS["interleaved"], {}), TWO: (SCRIPTS["dynamic"], {})}
+MEMORY = KNOBS["pages"] * KNOBS["page_size"]   # tokens
+RUNS = SCRIPTS | {   # name: its stage; the others are explained in walk.py
+    SAME: SCRIPTS["ragged"],
+    MASK: SCRIPTS["interleaved"],
+    TWO: SCRIPTS["dynamic"]}
 
 
 def workload(tokenizer):
@@ -38,29 +39,38 @@ def workload(tokenizer):
     return make_requests(prompts, tokenizer, temperature=0.7, top_k=None, seed=100)
 
 
-def runs(model, requests):
-    """{name: recorded run}."""
-    traces = {}
-    for name, (generate, more) in RUNS.items():
-        some = requests if name != TWO else [
-            replace(requests[0], max_new_tokens=16), replace(requests[1], arrival=4)]
-        with broken("published mask", show=False) if name == MASK else nullcontext():
-            traces[name] = on_gpu(record(generate, model, some, model,
-                                         **knobs_of(generate, KNOBS | more)[0]))
-    return traces
+def two_of(requests):
+    """One alone, and a second one that arrives while it decodes."""
+    return [replace(requests[0], max_new_tokens=16), replace(requests[1], arrival=4)]
+
+
+def run(name, model, requests):
+    """The recorded run of that name, with the times of the calculated GPU."""
+    generate = RUNS[name]
+    knobs, _ = knobs_of(generate, KNOBS)
+    if name == SAME:
+        knobs["max_kv_tokens"] = MEMORY
+    if name == TWO:
+        requests = two_of(requests)
+    bug = broken("published mask", show=False) if name == MASK else nullcontext()
+    with bug:
+        return on_gpu(record(generate, model, requests, model, **knobs))
 
 
 def on_gpu(trace):
     """The recorded run with the times of the calculated GPU, which does the same once more."""
-    recorder, (shape, gpu) = trace.recording, page.GPU
-    shape = replace(shape, block_size=recorder.model.config.block_size)   # where answers may end
+    recorder = trace.recording
+    # The calculated model's answers may end where the recorded one's do.
+    shape = replace(page.MODEL, block_size=recorder.model.config.block_size)
     answered = [known(request) for request in recorder.requests]
-    return take_times(trace, simulate(shape, gpu, recorder.generate, answered, **recorder.knobs))
+    timed = simulate(shape, page.GPU, recorder.generate, answered, **recorder.knobs)
+    return take_times(trace, timed)
 
 
 def data():
     model, tokenizer = load()
-    traces = runs(model, workload(tokenizer))
+    requests = workload(tokenizer)
+    traces = {name: run(name, model, requests) for name in RUNS}
     return page.data_of(traces, tokenizer, page.CLOCK) | {"walk": walk(traces)}
 
 

@@ -22,7 +22,8 @@ from lab.simulate.hardware import GPUS, MODELS, TILE, constants
 from lab.views.plots import COLORS, KEYS, NAMES
 
 FOLDER = Path(__file__).parent
-CLOCK, GPU = "calculated for Llama 2 7B on an A100", (MODELS["llama-2-7b"], GPUS["a100"])
+CLOCK = "calculated for Llama 2 7B on an A100"
+MODEL, GPU = MODELS["llama-2-7b"], GPUS["a100"]
 SCRIPTS = "runs.js", "panels.js", "own.js", "page.js"
 COUNTS = ("useful", "recomputed", "pad_slots", "finished_slots", "padded_keys", "score_entries",
           "useful_scores", "copied_bytes")   # of a ForwardPass
@@ -60,16 +61,24 @@ def filled(data):
     return text
 
 
-def gpu_data(shape=GPU[0], gpu=GPU[1]):
+def gpu_data(shape=MODEL, gpu=GPU):
     """
     The constants of simulate's `seconds` in plain numbers, for schedule.js. For one GPU: all are
     seconds, but the tile and bytes.
     """
-    c = constants(shape, gpu)
-    return {"tile": TILE, "row": c.row, "sample": c.sample, "score": c.score,
-            "weights": c.weights, "key": c.key, "vocabulary": c.vocabulary,
-            "kv_bytes": shape.kv_bytes, "copy": 2 * shape.kv_bytes * c.byte,
-            "overhead": c.overhead, "per_request": c.per_request}
+    of = constants(shape, gpu)
+    return {
+        "tile": TILE,
+        "row": of.row,
+        "sample": of.sample,
+        "score": of.score,
+        "weights": of.weights,
+        "key": of.key,
+        "vocabulary": of.vocabulary,
+        "kv_bytes": shape.kv_bytes,
+        "copy": 2 * shape.kv_bytes * of.byte,   # of a key and value: read once, written once
+        "overhead": of.overhead,
+        "per_request": of.per_request}
 
 
 # --- the data -------------------------------------------------------------------------------------
@@ -131,11 +140,16 @@ def work_data(p, number):
 
 
 def request_data(request, trace):
-    return {"name": request.name, "prompt": request.prompt, "generated": request.generated,
-            "arrival": request.arrival, "arrived": ms(trace.arrived(request) - trace.started),
-            "reason": request.finish_reason, "steps": request.token_steps,
-            "limit": request.kv_capacity + 1 - len(request.prompt),
-            "ms": [ms(time - trace.started) for time in request.token_times]}
+    return {
+        "name": request.name,
+        "prompt": request.prompt,
+        "generated": request.generated,
+        "arrival": request.arrival,
+        "arrived": ms(trace.arrived(request) - trace.started),
+        "reason": request.finish_reason,
+        "steps": request.token_steps,
+        "limit": request.kv_capacity + 1 - len(request.prompt),   # of its answer
+        "ms": [ms(time - trace.started) for time in request.token_times]}
 
 
 def check_data(recorder, calculated):
@@ -144,23 +158,25 @@ def check_data(recorder, calculated):
         return {"summary": "outputs were not checked", "wrong": None}
     verdicts = recorder.check()
     line = summary(verdicts).splitlines()[0]
-    return {"summary": line.partition(", max")[0] if calculated else line,   # its rounding differs
-            "wrong": {v.name: v.detail for v in verdicts if v.verdict == "WRONG"}}
+    if calculated:   # from machine to machine the rounding differs
+        line = line.partition(", max")[0]
+    wrong = {v.name: v.detail for v in verdicts if v.verdict == "WRONG"}
+    return {"summary": line, "wrong": wrong}
 
 
 def idea(generate):
     """The first line of a stage's docstring, e.g. "Stage 6: paged memory. ..."."""
-    module = sys.modules[inspect.unwrap(getattr(generate, "func", generate)).__module__]
+    function = getattr(generate, "func", generate)   # of a partial
+    module = sys.modules[inspect.unwrap(function).__module__]
     return first_paragraph(module.__doc__ or "").partition("\n")[0]
 
 
 def place(model):
     """Device, threads and type of numbers."""
-    dtype = next(model.parameters(), torch.zeros(0)).dtype
+    dtype = str(next(model.parameters(), torch.zeros(0)).dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
     plural = "s" if threads > 1 else ""
-    return (f"{model.device}, {threads} thread{plural}, torch {torch.__version__}, "
-            + str(dtype).removeprefix("torch."))
+    return f"{model.device}, {threads} thread{plural}, torch {torch.__version__}, {dtype}"
 
 
 def vocabulary(traces, tokenizer):

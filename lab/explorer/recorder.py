@@ -43,30 +43,35 @@ class Recorder(XRay):
         tokens = len(self.token_of) - 1
         self.left_out = "" if tokens <= MOST_TOKENS else (
             f"prompts and longest answers have {tokens:,} tokens, more than {MOST_TOKENS:,}")
-        self.frames = []                           # one dict for each forward pass
-        self.wrong, self.sentences = 0, []         # what the X-ray found, see faults
-        self.memory = {}
+        self.frames = []      # one dict for each forward pass
+        self.wrong = 0        # tokens that saw what they must not, or had a wrong position
+        self.sentences = []   # what was wrong with the first of them
+        self.memory = {}      # {number of a request: what it held in the last pass}
 
     # --- one forward pass ---
 
     @torch.inference_mode()
     def look(self, step, batch):
         """Called before each forward pass."""
-        sees = {}
         if self.left_out:
-            ids = self.twin_of(batch).tokens.long()
+            frame = self.frame(batch, self.twin_of(batch).tokens.long(), {})
         else:
             super().look(step, batch)
             sight = self.passes.pop()
-            ids, sees = sight.ids, self.wrong_sights(sight)
-        past = keys_of(batch) - ids.size(-1) if ids.dim() == 2 else 0   # key columns of a row
-        frame = {"past": past, "sees": sees, **self.slots(batch, ids),
-                 **self.caches(batch)}
-        wrong = len(sees.keys() | frame["shift"].keys())
-        if wrong and not self.sentences and not self.left_out:
-            self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
-        self.wrong += wrong
+            frame = self.frame(batch, sight.ids, self.wrong_sights(sight))
+            if wrong_slots(frame) and not self.sentences:
+                self.sentences = list(self.faults_of(len(self.frames), sight))[:5]
+        self.wrong += len(wrong_slots(frame))
         self.frames.append(frame)
+
+    def frame(self, batch, ids, sees):
+        """What a forward pass holds. ids: the X-ray's, in the tensor's shape"""
+        width = ids.size(-1)
+        owner, position = self.slots(batch, ids)
+        past = keys_of(batch) - width if ids.dim() == 2 else 0   # key columns of a row
+        return {"past": past, "sees": sees, "shift": shifts(batch, owner, position),
+                "owner": in_rows(owner, width), "position": in_rows(position, width),
+                **self.caches(batch)}
 
     def place_of(self, id):
         """(number of the request, position) of the token that an id names; of a pad (-1, 0)."""
@@ -81,16 +86,16 @@ class Recorder(XRay):
         for look in self.looks(sight):
             if look.is_right:
                 continue
-            pads, blanks = look.seen[PAD], look.seen[len(self.token_of)]
+            blank = len(self.token_of)
             places = []
             for key in sorted(look.seen.elements()):   # a key that is seen twice stands twice
-                if key not in (PAD, len(self.token_of)):
+                if key not in (PAD, blank):
                     places += self.place_of(key)
-            wrong[look.slot] = [places, pads, blanks]
+            wrong[look.slot] = [places, look.seen[PAD], look.seen[blank]]
         return wrong
 
     def slots(self, batch, ids):
-        """Owner and position of each slot, and shifts."""
+        """(owner, position) of all slots, one after another."""
         width = ids.size(-1)
         owner, position = [], []
         for id in ids.flatten().tolist():
@@ -101,12 +106,7 @@ class Recorder(XRay):
             if n == 0:   # of a static batch; its request has finished
                 finished = -2 - self.number[request]
                 owner[row * width:(row + 1) * width] = [finished] * width
-        shift = {}
-        for slot, told in enumerate(batch.positions.flatten().tolist()):
-            if owner[slot] >= 0 and told != position[slot]:
-                shift[slot] = told - position[slot]
-        return {"owner": in_rows(owner, width), "position": in_rows(position, width),
-                "shift": shift}
+        return owner, position
 
     def caches(self, batch):
         """
@@ -122,15 +122,29 @@ class Recorder(XRay):
         pool = getattr(batch, "pool", None)
         self.pool = pool and {"pages": pool.number, "page_size": pool.page_size}
         room = changes_of_memory(self.number, self.memory, batch)
-        held = [now for now in self.memory.values() if now]
+        held = [memory for memory in self.memory.values() if memory]
         if pool:
             pages = set().union(*held)
             reserved = pool.page_size * len(pages)
         else:
             reserved = sum(held)
-        static = hasattr(batch, "requests")
-        return {"room": room, "at_once": len(held), "reserved": reserved,
-                "columns": batch.end if static else 0, "cached": cached_pages(pool)}
+        is_static = hasattr(batch, "requests")
+        columns = batch.end if is_static else 0
+        return {"room": room, "at_once": len(held), "reserved": reserved, "columns": columns,
+                "cached": cached_pages(pool)}
+
+
+def wrong_slots(frame):
+    return frame["sees"].keys() | frame["shift"].keys()
+
+
+def shifts(batch, owner, position):
+    """{slot: position that the model gets, minus the token's own}, where they differ."""
+    differences = {}
+    for slot, model_position in enumerate(batch.positions.flatten().tolist()):
+        if owner[slot] >= 0 and model_position != position[slot]:
+            differences[slot] = model_position - position[slot]
+    return differences
 
 
 def changes_of_memory(number, memory, batch):
@@ -140,16 +154,20 @@ def changes_of_memory(number, memory, batch):
     number: {request: its number}; memory: {number: what it held}, which is brought up to date
     """
     changes = {}
-    in_static_batch = getattr(batch, "requests", ())   # which owns the cache
     for request, i in number.items():
-        if request.block_table is not None:
-            now = list(request.block_table)
-        else:
-            kv = batch.kv if request in in_static_batch else request.kv
-            now = getattr(kv, "capacity", None)
-        if now != memory.get(i):
-            changes[i] = memory[i] = now
+        holds = memory_of(request, batch)
+        if holds != memory.get(i):
+            changes[i] = memory[i] = holds
     return changes
+
+
+def memory_of(request, batch):
+    """A request's block table, the capacity of its cache in tokens, or None."""
+    if request.block_table is not None:
+        return list(request.block_table)
+    in_static_batch = getattr(batch, "requests", ())   # which owns the cache
+    kv = batch.kv if request in in_static_batch else request.kv
+    return getattr(kv, "capacity", None)
 
 
 def in_rows(values, width):
@@ -178,11 +196,10 @@ def record(generate, model, requests, reference=None, **knobs):
     return trace
 
 
-def knobs_to_show(generate, given):
+def knobs_to_show(generate, knobs):
     """A stage's knobs with their values, its defaults included."""
-    knobs = {name: parameter.default
-             for name, parameter in inspect.signature(generate).parameters.items()}
-    knobs |= given
+    parameters = inspect.signature(generate).parameters.values()
+    knobs = {parameter.name: parameter.default for parameter in parameters} | knobs
     for name in "model", "requests", "on_token", "scheduler_class", "layout":
         knobs.pop(name, None)   # what the page says otherwise: a class is in the stage's name
     return knobs

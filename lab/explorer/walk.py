@@ -1,6 +1,6 @@
 """
-The guided walk of the explorer: the point of it all, a stop for each stage of the ladder, and the
-scoreboard. Each stop is a sentence or two, in walk.toml, and a scene: a step of one or two runs,
+The guided walk of the explorer: the point of it all, a stop for each stage, and the scoreboard.
+Each stop is a sentence or two, in walk.toml, and a scene: a step of one or two runs,
 and the panels that show what the sentence speaks of. Some ask first.
 
 Each stop finds its step in the runs themselves, and counts its figures there. Milliseconds are
@@ -25,54 +25,76 @@ def walk(traces):
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
     scenes = (the_point, one_request, padding, stall, chunk, fused_rectangle, flat_stream, pages,
               sharing, scoreboard)
-    stops = []
-    for scene in scenes:
-        name = scene.__name__
-        stops.append(stop(name.replace("_", " "), scene(traces), **words[name]))
-    return stops
+    return [stop(scene.__name__, scene(traces), words[scene.__name__]) for scene in scenes]
 
 
-def stop(title, figures, text, panels, runs, clock="step", look=0, question=None, choices=(),
-         right=None, rows=None, asks=0):
+def stop(name, figures, words):
     """
+    A stop as the page takes it.
+
     figures: what the words count; and of the scene its step, the slot to point at in the run to
-    look at, (pass, row, column), and (step, slot) while it asks, if they differ. The rest is said
-    in walk.toml.
+    look at, (pass, row, column), and before, (step, slot) while it asks, if they differ
+    words: of the stop's table in walk.toml
     """
-    def scene(runs, step, slot=None):
-        beside = runs[1] if len(runs) > 1 else ""
-        shown = {"run": runs[0], "beside": beside, "clock": clock, "step": step}
-        if slot:
-            shown["slot"] = ".".join(map(str, (look, *slot)))
-        return shown
-
-    step, slot = figures["step"], figures.get("slot")
-    page_stop = {"title": title, "text": text.format(**figures), "panels": panels, "look": look,
-                 "show": scene(runs, step, slot)}
-    if question:   # nothing that is shown then gives the answer away
-        slot_asked = None if "change" in panels else slot
-        step_asked, slot_asked = figures.get("before") or (step, slot_asked)
-        page_stop["ask"] = {
-            "question": question.format(**figures),
-            "show": scene([runs[asks]], step_asked, slot_asked),
-            "choices": [choice.format(**figures) for choice in choices],
-            "right": right}
-    if rows:
-        page_stop["rows"] = rows
+    look = words.get("look", 0)
+    slot = named(look, figures.get("slot"))
+    page_stop = {
+        "title": name.replace("_", " "),
+        "text": words["text"].format(**figures),
+        "panels": words["panels"],
+        "look": look,
+        "show": show(words["runs"], words, figures["step"], slot)}
+    if "question" in words:
+        page_stop["ask"] = ask(figures, words, slot)
+    if "rows" in words:
+        page_stop["rows"] = words["rows"]
     return page_stop
+
+
+def ask(figures, words, slot):
+    """The question of a stop. What is shown beside it does not give the answer away."""
+    step = figures["step"]
+    if "change" in words["panels"]:   # the slot is of the shape that is asked for
+        slot = None
+    if "before" in figures:
+        step, place = figures["before"]
+        slot = named(words.get("look", 0), place)
+    run = words["runs"][words.get("asks", 0)]
+    return {
+        "question": words["question"].format(**figures),
+        "show": show([run], words, step, slot),
+        "choices": [choice.format(**figures) for choice in words["choices"]],
+        "right": words["right"]}
+
+
+def show(runs, words, step, slot):
+    """What the page shows: one or two runs at a step. slot: its name there, or None"""
+    scene = {
+        "run": runs[0],
+        "beside": runs[1] if len(runs) > 1 else "",
+        "clock": words.get("clock", "step"),
+        "step": step}
+    if slot:
+        scene["slot"] = slot
+    return scene
+
+
+def named(view, place):
+    """The page's name for a slot, "view.pass.row.column"; None without a place."""
+    return ".".join(map(str, (view, *place))) if place else None
 
 
 # --- the scenes: each counts the figures of its words ---------------------------------------------
 
 def the_point(traces):
     stalled = stall(traces)
-    both = [traces[run] for run in ("dynamic", "ragged")]
+    compared = [traces["dynamic"], traces["ragged"]]
     return dict(
         step=stalled["step"],
         tokens=stalled["tokens"],
-        number=len(both[0].requests),
-        waits=[worst_wait(trace)[0] for trace in both],
-        first=[latest_first_token(trace) for trace in both])
+        number=len(traces["dynamic"].requests),
+        waits=[worst_wait(trace)[0] for trace in compared],
+        first=[latest_first_token(trace) for trace in compared])
 
 
 def one_request(traces):
@@ -80,10 +102,15 @@ def one_request(traces):
     together, pass_together = first_pass_of_shape(traces[TWO], (2, 1))
     one, two = 1e3 * pass_alone.seconds, 1e3 * pass_together.seconds
     return dict(
-        step=pass_together.step, slot=(together, 1, 0),
+        step=pass_together.step,
+        slot=(together, 1, 0),
         before=(pass_alone.step, (alone, 0, 0)),
-        first=pass_alone.step, both=pass_together.step,
-        one=one, two=two, half=one / 2, twice=2 * one)
+        first=pass_alone.step,
+        both=pass_together.step,
+        one=one,
+        two=two,
+        half=one / 2,
+        twice=2 * one)
 
 
 def padding(traces):
@@ -93,8 +120,15 @@ def padding(traces):
     row = tokens.index(min(tokens))
     name, _, n = p.work[row]
     return dict(
-        step=p.step, slot=(i, row, 0), slots=p.slots, useful=p.useful, quarter=p.slots // 4,
-        pads=p.pad_slots, name=name, n=n, wide=p.shape[1])
+        step=p.step,
+        slot=(i, row, 0),
+        slots=p.slots,
+        useful=p.useful,
+        quarter=p.slots // 4,
+        pads=p.pad_slots,
+        name=name,
+        n=n,
+        wide=p.shape[1])
 
 
 def stall(traces):
@@ -102,22 +136,30 @@ def stall(traces):
     wait, step = worst_wait(dynamic)
     usual = statistics.median_high(wait for wait, *_ in waits(dynamic))
     decodes, prefill = passes_of(dynamic, step)
-    names = " and ".join(name for name, _, _ in prefill.work)
-    return dict(step=step, wait=wait, every=usual, thrice=3 * wait, tokens=prefill.useful,
-                names=names, decodes=len(decodes.work))
+    return dict(
+        step=step,
+        wait=wait,
+        every=usual,
+        thrice=3 * wait,
+        tokens=prefill.useful,
+        names=" and ".join(name for name, _, _ in prefill.work),
+        decodes=len(decodes.work))
 
 
 def chunk(traces):
-    both = [traces[run] for run in ("dynamic", "chunked")]
-    _, step = worst_wait(both[0])
-    _, prefill = passes_of(both[1], step)
+    dynamic, chunked = traces["dynamic"], traces["chunked"]
+    _, step = worst_wait(dynamic)
+    _, prefill = passes_of(chunked, step)
     name, _, n = prefill.work[0]
-    late = [first_token_after(trace, request_of(trace, name)) for trace in both]
     return dict(
-        step=step, budget=both[1].recording.knobs["token_budget"], n=n, name=name, late=late,
-        whole=len(request_of(both[1], name).prompt),
-        passes=[len(trace.passes) for trace in both],
-        waits=[worst_wait(trace)[0] for trace in both])
+        step=step,
+        budget=chunked.recording.knobs["token_budget"],
+        n=n,
+        name=name,
+        whole=len(request_of(chunked, name).prompt),
+        late=[first_token_after(trace, request_of(trace, name)) for trace in (dynamic, chunked)],
+        passes=[len(trace.passes) for trace in (dynamic, chunked)],
+        waits=[worst_wait(trace)[0] for trace in (dynamic, chunked)])
 
 
 def fused_rectangle(traces):
@@ -130,7 +172,11 @@ def fused_rectangle(traces):
     requests = run.recording.requests
     ruined = [request for request in requests if alone[request.name] != request.generated]
     return dict(
-        step=p.step, slot=(i, row, last_column), name=name, pads=pads, other=len(ruined),
+        step=p.step,
+        slot=(i, row, last_column),
+        name=name,
+        pads=pads,
+        other=len(ruined),
         all=len(requests),
         ms=[milliseconds(traces[stage], p.step) for stage in ("chunked", "interleaved")])
 
@@ -140,7 +186,11 @@ def flat_stream(traces):
     wide, = passes_of(traces["interleaved"], step)
     i, p = most(traces["ragged"], lambda p: p.step == step)
     return dict(
-        step=step, slot=(i, 0, 0), wide=wide.slots, half=wide.slots // 2, slots=p.slots,
+        step=step,
+        slot=(i, 0, 0),
+        wide=wide.slots,
+        half=wide.slots // 2,
+        slots=p.slots,
         ms=[milliseconds(traces[stage], step) for stage in ("interleaved", "ragged")])
 
 
@@ -152,27 +202,33 @@ def pages(traces):
     step = max(more, key=lambda step: (in_paged[step], -step))
     few = in_same.get(step, 0)
     return dict(
-        step=step, size=paged.recording.pool["page_size"], many=in_paged[step], few=few,
-        twice=2 * few, limit=same.recording.knobs["max_kv_tokens"])
+        step=step,
+        size=paged.recording.pool["page_size"],
+        many=in_paged[step],
+        few=few,
+        twice=2 * few,
+        limit=same.recording.knobs["max_kv_tokens"])
 
 
 def sharing(traces):
     """The request that finds the most tokens computed already."""
     trace = traces["prefix"]
-    begins = {}   # request -> (first position that is computed, pass)
-    for i, p in enumerate(trace.passes):
-        for name, first, _ in p.work:
-            begins.setdefault(name, (first, i))
-    (first, i), name = max((begin, name) for name, begin in begins.items())
+    first, i, name = max(first_passes(trace))
     p, size = trace.passes[i], trace.recording.pool["page_size"]
-    held = tables(trace, i)
-    shared = held[name][:first // size]
-    others = [other for other, table in held.items()
+    tables = tables_in(trace, i)
+    shared = tables[name][:first // size]
+    others = [other for other, table in tables.items()
               if other != name and table[:len(shared)] == shared]
     before_it = sum(n for _, _, n in p.work[:-1])   # it is the last of the stream
     return dict(
-        step=p.step, slot=(i, 0, before_it), size=size, name=name, others=" and ".join(others),
-        pages=len(shared), tokens=first, refs=len(others) + 1,
+        step=p.step,
+        slot=(i, 0, before_it),
+        size=size,
+        name=name,
+        others=" and ".join(others),
+        pages=len(shared),
+        tokens=first,
+        refs=len(others) + 1,
         computed=[tokens_computed(traces[stage]) for stage in ("paged", "prefix")])
 
 
@@ -181,8 +237,13 @@ def scoreboard(traces):
     version, works = recorded()   # tests hold ours equal to all of them
     ragged = traces["ragged"]
     return dict(
-        step=ragged.passes[-1].step, same=speed(traces[SAME]), paged=speed(traces["paged"]),
-        prefix=speed(traces["prefix"]), gap=gap, name=name, version=version,
+        step=ragged.passes[-1].step,
+        same=speed(traces[SAME]),
+        paged=speed(traces["paged"]),
+        prefix=speed(traces["prefix"]),
+        gap=gap,
+        name=name,
+        version=version,
         equal=f"{len(works):,}",
         flat=max(frame["reserved"] for frame in ragged.recording.frames),
         limit=traces[SAME].recording.knobs["max_kv_tokens"])
@@ -190,9 +251,19 @@ def scoreboard(traces):
 
 # --- what the stops count -------------------------------------------------------------------------
 
-def most(trace, what):
-    """(index, pass) of the run's pass with the most `what`."""
-    return max(enumerate(trace.passes), key=lambda entry: what(entry[1]))
+def most(trace, count):
+    """(index, pass) of the run's pass with the highest count(pass)."""
+    return max(enumerate(trace.passes), key=lambda entry: count(entry[1]))
+
+
+def first_passes(trace):
+    """[(first position that is computed, index of its pass, name), ...] of all requests."""
+    entries = {}
+    for i, p in enumerate(trace.passes):
+        for name, first, _ in p.work:
+            if name not in entries:
+                entries[name] = first, i, name
+    return entries.values()
 
 
 def passes_of(trace, step):
@@ -205,12 +276,12 @@ def request_of(trace, name):
 
 def waits(trace):
     """[(ms, step, name), ...]: each request's waits for its next tokens, and when they end."""
-    found = []
+    entries = []
     for request in trace.requests:
         steps = request.token_steps[1:]   # a wait ends with the second of two tokens
         for (before, after), step in zip(pairwise(request.token_times), steps):
-            found.append((1e3 * (after - before), step, request.name))
-    return found
+            entries.append((1e3 * (after - before), step, request.name))
+    return entries
 
 
 def worst_wait(trace):
@@ -238,13 +309,14 @@ def first_pass_of_shape(trace, shape):
 
 def decodes_that_see_pads(trace):
     """[(pads, index of the pass, row), ...]"""
-    found = []
+    decodes = []
     for i, (p, frame) in enumerate(zip(trace.passes, trace.recording.frames)):
         for slot, (_, pads, _) in frame["sees"].items():
             row = slot // p.shape[-1]
-            if p.work[row][2] == 1:
-                found.append((pads, i, row))
-    return found
+            _, _, n = p.work[row]
+            if n == 1:
+                decodes.append((pads, i, row))
+    return decodes
 
 
 def requests_by_step(trace):
@@ -264,10 +336,10 @@ def milliseconds(trace, step):
     return sum(1e3 * p.seconds for p in passes_of(trace, step))
 
 
-def tables(trace, i):
+def tables_in(trace, i):
     """{request: its block table} in pass i of a run with pages."""
-    held = {}
+    table_of = {}   # by the request's number
     for frame in trace.recording.frames[:i + 1]:
-        held |= frame["room"]
-    return {trace.recording.requests[number].name: table
-            for number, table in held.items() if table}
+        table_of |= frame["room"]
+    requests = trace.recording.requests
+    return {requests[number].name: table for number, table in table_of.items() if table}
