@@ -58,9 +58,15 @@ def build(name, home):
     print(f"built {name}.ipynb")
 
 
+def home_of_repository():
+    """OWNER/NAME of the git remote `origin`, if it is on GitHub; else None."""
+    command = ["git", "remote", "get-url", "origin"]
+    origin = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True).stdout.strip()
+    match = re.fullmatch(r".*github\.com[:/]([^/]+/[^/]+?)(?:\.git)?/?", origin)
+    return match and match[1]
+
+
 if __name__ == "__main__":
-    origin = subprocess.run(["git", "remote", "get-url", "origin"], cwd=FOLDER,
-                            capture_output=True, text=True).stdout.strip()
-    found = re.fullmatch(r".*github\.com[:/]([^/]+/[^/]+?)(?:\.git)?/?", origin)
-    for name in sys.argv[1:] or sorted(path.stem for path in FOLDER.glob("[0-9]*.py")):
-        build(name, found and found[1])
+    all_names = sorted(path.stem for path in FOLDER.glob("[0-9]*.py"))
+    for name in sys.argv[1:] or all_names:
+        build(name, home_of_repository())

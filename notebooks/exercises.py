@@ -22,7 +22,7 @@ from lesson import QUESTIONS, folded
 
 sys.path.insert(0, str(FOLDER.parent / "assignments"))
 from child import plain
-from compare import fault
+from compare import fault as compared
 from functions import (
     answer_and_prints,
     mistakes_of,
@@ -56,8 +56,8 @@ def exercise(function):
     if still := unfinished(function):
         print(f"{name}: {still}, then run the cell.")
     else:
-        said = fault_of(function, **QUESTIONS[name])
-        print(f"{name}: " + (f"not yet. {said}" if said else "right."))
+        fault = fault_of(function, **QUESTIONS[name])
+        print(f"{name}: not yet. {fault}" if fault else f"{name}: right.")
     with folded():
         print(QUESTIONS[name]["code"].strip())
     return function
@@ -82,43 +82,69 @@ def is_blank(value):
     return isinstance(value, ast.Constant) and value.value is ...
 
 
-def fault_of(function, calls, code, view="lambda result, *given: result", within=1e-5):
+def fault_of(function, calls, code, view="lambda result, *arguments: result", within=1e-5):
     """None, or what is wrong with a function, in a sentence. For the rest see questions.toml."""
     name, calls, view = function.__name__, eval(calls), eval(view)
-    ours, names = defined(name, code), [*inspect.signature(function).parameters]
-    if said := wrong_parameters(function, [*inspect.signature(ours).parameters]):
-        return f"{said}."
+    ours = defined(name, code)
+    if fault := wrong_parameters(function, [*inspect.signature(ours).parameters]):
+        return f"{fault}."
+    names = [*inspect.signature(function).parameters]
     is_tensor = torch.is_tensor(ours(*copy.deepcopy(calls[0])))
 
     def answers(function):
-        """Of each call: what it returns, and its arguments afterwards."""
-        found = []
-        for given in copy.deepcopy(calls):
-            def call(given=given):
-                result = view(function(*given), *given)
-                kind = {"the kind of what it returns": kind_of(result)} if is_tensor else {}
-                return kind | {"it returns": result} | {
-                    f"{each} becomes": value for each, value in zip(names, given)
-                    if not isinstance(value, (int, float))}   # which cannot change
-            with limited(5):
-                found.append(answer_and_prints(call))
-            if found[-1].get("error", {}).get("type") == "TimeoutError":
-                break   # so would the next
-        return found
+        return answers_of(function, calls, names, view, is_tensor)
 
-    right, theirs = answers(ours), answers(function)
-    part = {"within": within, "right": right,
-            "cases": [{"call": name, **dict(zip(names, map(shown, given)))} for given in calls],
-            "mistakes": mistaken(name, code, answers, right) if theirs != right else {}}
+    right, students = answers(ours), answers(function)
+    part = {
+        "within": within,
+        "right": right,
+        "cases": [case_of(name, names, arguments) for arguments in calls],
+        "mistakes": mistaken(name, code, answers, right) if students != right else {}}
     file = function.__code__.co_filename
-    said = fault(part, theirs, mine=lambda where, line: "this cell" if where == file else None)
-    if said is None and "head" in names:
-        with prints_held():
-            mine, least = (operations(each, *copy.deepcopy(calls[0])) for each in (function, ours))
-        if mine > 1.01 * least:   # a mask, where there is nothing to hide
-            times = mine / least
-            return f"The result is right, but it takes {times:.1f} times our multiplications."
-    return said and with_prints(said, part, theirs)
+    fault = compared(part, students, mine=lambda where, _: "this cell" if where == file else None)
+    if fault is None and "head" in names:
+        return wasted(function, ours, calls[0])
+    return fault and with_prints(fault, part, students)
+
+
+def answers_of(function, calls, names, view, is_tensor):
+    """
+    Of each call: what it returns, and its arguments afterwards.
+
+    names: of the arguments; view: what of a result is compared; is_tensor: whether ours returns one
+    """
+    answers = []
+    for arguments in copy.deepcopy(calls):
+        def call(arguments=arguments):
+            result = view(function(*arguments), *arguments)
+            value = {"the kind of what it returns": kind_of(result)} if is_tensor else {}
+            value["it returns"] = result
+            for name, argument in zip(names, arguments):
+                if not isinstance(argument, (int, float)):   # which cannot change
+                    value[f"{name} becomes"] = argument
+            return value
+
+        with limited(5):
+            answers.append(answer_and_prints(call))
+        if answers[-1].get("error", {}).get("type") == "TimeoutError":
+            break   # so would the next
+    return answers
+
+
+def case_of(name, names, arguments):
+    """A call as compare.py names it in a sentence."""
+    return {"call": name, **dict(zip(names, map(shown, arguments)))}
+
+
+def wasted(function, ours, arguments):
+    """A sentence if a function multiplies more than ours: masks, where nothing is to be hidden."""
+    with prints_held():
+        students = operations(function, *copy.deepcopy(arguments))
+        least = operations(ours, *copy.deepcopy(arguments))
+    if students <= 1.01 * least:
+        return None
+    times = students / least
+    return f"The result is right, but it takes {times:.1f} times our multiplications."
 
 
 def mistaken(name, code, answers, right):
@@ -135,7 +161,7 @@ def mistaken(name, code, answers, right):
             gives.append(answers(IN_THE_KIT[name][-1]))
     if right[0]["value"]["it returns"] is not None:
         sentences.append("It returns nothing.")
-        gives.append(answers(lambda *given: None))
+        gives.append(answers(lambda *arguments: None))
     return named_once(sentences, gives)
 
 
@@ -166,9 +192,10 @@ def shown(value):
         return None
     if isinstance(value, dict):
         return str(value)
-    if torch.is_tensor(value):
-        return plain(value) if value.numel() < 12 else f"of shape {tuple(value.shape)}"
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
+    if torch.is_tensor(value) and value.numel() >= 12:
+        return f"of shape {tuple(value.shape)}"
+    is_sequence = isinstance(value, (list, tuple)) and len(value) > 0
+    if is_sequence and not isinstance(value[0], (int, float)):
         return [*map(shown, value)]
     return plain(value)
 
@@ -194,10 +221,13 @@ def limited(seconds):
 
 def stream(*cu_seqlens):
     """Of varlen: random queries, caches of some older tokens and the new ones, and a head."""
-    g = torch.Generator().manual_seed(0)
-    caches = [tuple(torch.randn(2, 3 + end, 4, generator=g) for _ in "kv")
-              for end in cu_seqlens[1:]]
-    q = torch.randn(2, cu_seqlens[-1], 4, generator=g)
+    generator = torch.Generator().manual_seed(0)
+    caches = []
+    for end in cu_seqlens[1:]:
+        k = torch.randn(2, 3 + end, 4, generator=generator)
+        v = torch.randn(2, 3 + end, 4, generator=generator)
+        caches.append((k, v))
+    q = torch.randn(2, cu_seqlens[-1], 4, generator=generator)
     return q, caches, [*cu_seqlens], lambda q, k, v: Head()(q, k, v)
 
 
@@ -226,7 +256,8 @@ def varlen(q, caches, cu_seqlens, head):
     """Flat.attend_varlen, of a stream of such lengths."""
     rows = []
     for i, (keys, _) in enumerate(caches):
-        end, n = keys.size(1), cu_seqlens[i + 1] - cu_seqlens[i]
+        end = keys.size(1)
+        n = cu_seqlens[i + 1] - cu_seqlens[i]
         rows.append({"prompt": end, "computed": end - n, "n": n})
     return Flat(plan_of(rows)).attend_varlen(q, caches)
 

@@ -99,18 +99,32 @@ def folded():
 
 def bars(names, parts, label, beside=False):
     """A bar for each name. parts: {what: a value for each name}, in one bar or `beside` another."""
-    high = 0.8 / len(parts) if beside else 0.8
-    figure, ax = pyplot().subplots(figsize=(8, 0.8 + 0.4 * len(names) * (1 + beside)))
-    before = [0] * len(names)
-    for i, (what, values) in enumerate(parts.items()):
-        places = [row + beside * (i - (len(parts) - 1) / 2) * high for row in range(len(names))]
-        drawn = ax.barh(places, values, high, before, color=CYCLE[i], label=what)
-        if beside:
-            ax.bar_label(drawn, fmt="{:,.0f}", padding=3, fontsize=9)
-        else:
-            before = [sum(both) for both in zip(before, values)]
-    ax.set(xlabel=label, yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
+    row_height = 0.8 if beside else 0.4   # inches
+    figure, ax = pyplot().subplots(figsize=(8, 0.8 + row_height * len(names)))
+    draw = bars_beside if beside else bars_in_one
+    draw(ax, range(len(names)), parts)
+    ax.set_xlabel(label)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)   # the first name is at the top
     figure.legend(loc="upper center", ncols=len(parts), fontsize=9)
+
+
+def bars_beside(ax, rows, parts):
+    """A bar for each part, with its value."""
+    height = 0.8 / len(parts)
+    for i, (what, values) in enumerate(parts.items()):
+        offset = (i - (len(parts) - 1) / 2) * height   # from the middle of the row
+        places = [row + offset for row in rows]
+        patches = ax.barh(places, values, height, color=CYCLE[i], label=what)
+        ax.bar_label(patches, fmt="{:,.0f}", padding=3, fontsize=9)
+
+
+def bars_in_one(ax, rows, parts):
+    """One bar, in which each part begins where the one before it ends."""
+    ends = [0] * len(rows)
+    for i, (what, values) in enumerate(parts.items()):
+        ax.barh(rows, values, 0.8, ends, color=CYCLE[i], label=what)
+        ends = [end + value for end, value in zip(ends, values)]
 
 
 def queues(states):
@@ -137,14 +151,18 @@ def queues(states):
 
 def eight_requests():
     """Short and long prompts and answers; the longest prompt arrives late."""
-    return letters(A=4, B=9, C=3, D=12, E=5, F=40, G=6, H=3, arrivals={"F": 3, "G": 5, "H": 6},
-                   new=dict(A=9, B=4, C=14, D=6, E=7, F=5, G=8, H=5))
+    answers = dict(A=9, B=4, C=14, D=6, E=7, F=5, G=8, H=5)
+    arrivals = dict(F=3, G=5, H=6)
+    return letters(A=4, B=9, C=3, D=12, E=5, F=40, G=6, H=3, arrivals=arrivals, new=answers)
 
 
 def texts(*prompts, new=8, temperature=0.0):
     """Requests A, B, ... from texts. They end with <|endoftext|>, or after `new` tokens."""
-    return [Request(tokenizer.encode(text), new, temperature, name=chr(65 + i), seed=i,
-                    eos_token=tokenizer.eot_token) for i, text in enumerate(prompts)]
+    requests = []
+    for i, text in enumerate(prompts):
+        requests.append(Request(tokenizer.encode(text), new, temperature, name=chr(65 + i),
+                                seed=i, eos_token=tokenizer.eot_token))
+    return requests
 
 
 def sizes(requests):
@@ -156,7 +174,8 @@ def sizes(requests):
 
 def word(request, position):
     """A token as text, for the axes of a picture; ␣ is a space."""
-    return tokenizer.decode([request.tokens[position]]).replace(" ", "␣").replace("\n", "⏎")
+    text = tokenizer.decode([request.tokens[position]])
+    return text.replace(" ", "␣").replace("\n", "⏎")
 
 
 # --- to run --------------------------------------------------------------------------------------
@@ -174,8 +193,12 @@ def run(stage, requests, **knobs):
 
 
 def run_all(stages, requests, **knobs):
-    """{stage: its trace}; each takes those of the knobs that it has."""
-    return {name: run(name, requests, **knobs_of(generate_of(name), knobs)[0]) for name in stages}
+    """{stage: its trace}; a stage takes those of the knobs that it has."""
+    traces = {}
+    for name in stages:
+        its_knobs, _ = knobs_of(generate_of(name), knobs)
+        traces[name] = run(name, requests, **its_knobs)
+    return traces
 
 
 def cost_of_rows():
@@ -183,25 +206,33 @@ def cost_of_rows():
     {model: [(rows, ms), ...]} of a forward pass: ours on this machine now, GPT-2 as measured on two
     cores, and Llama 2 7B on an A100 as notebook 6 calculates it.
     """
-    here = measure_rows(Namespace(model="builtin", quick=False), model.device, torch.float32)
-    return curves(here, results("rows")) | {"Llama 2 7B on an A100, calculated": [
-        (n, 2e3 * PARAMETERS * max(1 / BANDWIDTH, n / PEAK)) for n, _ in here["points"]]}
+    flags = Namespace(model="builtin", quick=False)
+    here = measure_rows(flags, model.device, torch.float32)
+    calculated = []
+    for rows, _ in here["points"]:
+        reading = 2 * PARAMETERS / BANDWIDTH            # seconds; two bytes a weight
+        computing = 2 * PARAMETERS * rows / PEAK        # two operations a weight and row
+        calculated.append((rows, 1e3 * max(reading, computing)))
+    return curves(here, results("rows")) | {"Llama 2 7B on an A100, calculated": calculated}
 
 
 def on_a100(stage, requests, **knobs):
     """A stage's run of Llama 2 7B on an A100, calculated, with those knobs that it has."""
     generate = generate_of(stage)
-    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate,
-                    [replace(request) for request in requests],
-                    **knobs_of(generate, knobs)[0])
+    its_knobs, _ = knobs_of(generate, knobs)
+    copies = [replace(request) for request in requests]
+    return simulate(MODELS["llama-2-7b"], GPUS["a100"], generate, copies, **its_knobs)
 
 
 def counts(traces, **columns):
     """Prints a table of sums over the passes of each trace. columns: {title: name of a count}"""
     print(f"{'':20}  passes" + "".join(f"{title.replace('_', ' '):>13}" for title in columns))
     for name, trace in traces.items():
-        sums = [sum(getattr(p, what) for p in trace.passes) for what in columns.values()]
-        print(f"{name:20}{len(trace.passes):8}" + "".join(f"{value:13,}" for value in sums))
+        line = f"{name:20}{len(trace.passes):8}"
+        for count in columns.values():
+            total = sum(getattr(p, count) for p in trace.passes)
+            line += f"{total:13,}"
+        print(line)
 
 
 def look(stage, requests, step, number=0, **knobs):
