@@ -24,7 +24,7 @@ ROOT = HERE.parent
 # Ahead of installed packages of the same names. calls.py imports probes.py, as in a student's copy
 sys.path[:0] = [str(HERE), str(ROOT)]
 from child import answer  # noqa: E402
-from compare import alike, fault, first_wrong  # noqa: E402
+from compare import alike, cut, fault, first_wrong  # noqa: E402
 
 from lab.checks.edits import function_named, put_in, swapped  # noqa: E402
 from lab.checks.mistakes import mistakes_in  # noqa: E402
@@ -100,7 +100,7 @@ def with_prints(said, part, answers, most=10):
     """What is wrong with code, and the first lines that it prints in the case that shows it."""
     said = said.rstrip(".") + "."
     i = first_wrong(part, answers)
-    lines = answers[i].get("printed", "").splitlines()
+    lines = [cut(line) for line in answers[i].get("printed", "").splitlines()]
     if not lines:
         return said
     more = ["..."] * (len(lines) > most)

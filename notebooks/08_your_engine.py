@@ -302,7 +302,8 @@ source(PrefixPool.register)
 # In the judge's sentences about `admit`, `cached [2, 1]` are the pages that `find` returns for the
 # first pages of the request, if all their hashes are asked for. `used` are those of them that
 # another table has, and `free` is the free queue. About `hash_of_page`, `pages [0, 1]` are asked
-# for one after the other. A hash is shown by its first eight digits.
+# for one after the other, and a hash is shown by its first eight digits. About `cache_filled`,
+# `known [0]` says that another page has the hash of page 0 already.
 
 # %% tags=["exercise"]
 def free(self, table):

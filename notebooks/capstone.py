@@ -90,6 +90,9 @@ def fault_in(number, function, meant):
     fault = fault_of(kit, place, function, function.__code__.co_filename, around(function))
     if fault is None:
         return None
+    if "raises RecursionError" in fault:
+        step_2 = " Step 2's is Flat.lay_out(self, device)." if name == "lay_out" else ""
+        fault = f"{name} calls itself without end.{step_2} {fault}"
     if meant is not None and meant < number:
         fault += f"\nIt looks like step {meant}'s {name}: have you run this step's cell?"
     return f"not yet. {fault}"
@@ -201,6 +204,8 @@ def give_up(number):
         return print("There are steps 1 to 4.")
     _, places = STEPS[number]
     wanting = [name for name, (_, place) in places.items() if place not in BUILT]
+    if not wanting:
+        print(f"Step {number} has all its functions: nothing to give up.")
     if len(wanting) == len(places):
         print(f"Nothing of step {number} is right yet, so all of it is ours now.")
     for name in wanting:

@@ -189,7 +189,14 @@ def test_the_judge_accepts_another_style(name, step, old, new, capsys):
     ("attend", 2, "return self.attend_varlen(q, caches)", "return 1.5 * self.attend_varlen(q, "
      "caches)", "layer 3, the output for A, token 0, head 0: [0.61, -0.144, 0.675], "
      "expected [0.407, -0.096, 0.45]."),
-    ("attend", 2, "request.kv.write(layer, ", "(lambda *_: None)(layer, ",
+    ("lay_out", 3, "super(Paged, self).lay_out(device)", "self.lay_out(device)",
+     "lay_out calls itself without end. Step 2's is Flat.lay_out(self, device). lay_out, with "),
+    ("lay_out", 3, "super(Paged, self).lay_out(device)",
+     "self.positions = torch.zeros(self.cu_seqlens[-1], dtype=torch.long)",
+     "as if Flat's lay_out had been called"),
+    ("hash_of_page", 4, "while len(hashes) <= i:", "while self.hash_of_page(request, i):",
+     "hash_of_page calls itself without end. hash_of_page, with "),
+    ("attend", 2, "caches = []", "caches, layer = [], 0",
      "layer 3, the keys in A's cache, token 0: nothing, expected head 0 ["),
 ])
 def test_the_judge_names_what_is_wrong(name, step, old, new, said, capsys):
@@ -282,6 +289,10 @@ def test_prints_are_held_back_and_ten_lines_of_the_case_that_fails_are_shown(bui
     assert first.startswith("schedule: not yet. schedule, with step ")
     assert first.endswith(". In this case your code prints:")
     assert printed == [f"  line {i}" for i in range(10)] + ["  ..."]
+    shouts = "plan = []\n    print('x' * 5000)"
+    capstone.judge(1, written(place, ("plan = []", shouts), ("return plan", "return plan[1:]")))
+    _, printed = capsys.readouterr().out.splitlines()
+    assert printed.endswith("xxx...") and len(printed) < 250
 
 
 def test_a_line_that_is_left_above_finished_code_is_named(capsys):
@@ -318,12 +329,15 @@ def test_judging_nothing_and_giving_up_first_say_what_is_missing(capsys):
     assert said[0] == "Hand in the functions of step 4: judge(4, free, hash_of_page, admit, "\
         "cache_filled)"
     assert said[1].startswith("prefix waits for step 1: schedule, advance; step 2: lay_out, ")
+    assert len(said) == 2
     capstone.give_up(2)
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "Nothing of step 2 is right yet, so all of it is ours now."
     assert last == "ragged, varlen waits for step 1: schedule, advance."
     capstone.give_up(1)
     assert "chunked: 4/4 requests got the tokens" in capsys.readouterr().out
+    capstone.give_up(1)
+    assert capsys.readouterr().out.startswith("Step 1 has all its functions: ")
 
 
 def test_ours_serves_until_the_readers_is_right(capsys):

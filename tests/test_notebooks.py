@@ -470,6 +470,15 @@ def test_an_exercise_accepts_other_styles_and_says_what_is_wrong(name, old, new,
     assert sentence in tried(name, edited(TAUGHT[name]["code"], [(old, new)]), capsys)
 
 
+def test_prints_in_an_exercise_are_held_back_but_for_the_call_that_goes_wrong(capsys):
+    ours = TAUGHT["varlen"]["code"]
+    talks = edited(ours, [("    out = []", "    print('caches:', len(caches))\n    out = []")])
+    assert tried("varlen", talks, capsys) == "varlen: right.\n"
+    wrong = edited(talks, [("torch.cat(out, dim=-2)", "torch.cat(out[::-1], dim=-2)")])
+    said = tried("varlen", wrong, capsys)
+    assert re.search(r"In this case your code prints:\n  caches: \d\n$", said), said
+
+
 def test_our_calculations_are_the_simulators():
     """A step's time to 1%, for decode steps of ragged; and the memory's room."""
     it = TAUGHT["step_time"]
