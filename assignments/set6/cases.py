@@ -38,6 +38,9 @@ def rooms(rng):
                "token_budget": sum(each["n"] for each in plan) + rng.randint(0, 12),
                "has": rng.choice([0, 1, 2, 9, 9])}
     ac = {"prompt": [1, 2, 3, 1, 2], "computed": 4, "n": 1}
+    # the first guess is shorter than it may be, and leaves room for the second
+    yield {"call": "draft", "plan": [ac, ac], "token_budget": 5, "most": 3, "page_size": 8,
+           "has": 1}
     yield {"call": "draft", "plan": [ac, ac, {"prompt": 5, "n": 2}], "token_budget": 8, "most": 3,
            "page_size": 8, "has": 3}
 
