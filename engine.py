@@ -14,8 +14,9 @@ So the body of the loop becomes a method, and the loop itself belongs to the cal
     B                  P     d     d     x           added before step 2, aborted (x) before step 5
     C                              P     d     d     added before step 4
 
-Scheduler, layout and forward pass stay as they are. So each request gets the tokens that it gets
-alone, whatever comes, leaves or fails beside it.
+Scheduler, layout and forward pass stay as they are. Other requests change *when* a token is
+computed, but not which tokens it sees: those before it in its own request. So each request gets the
+tokens that it gets alone, whatever comes, leaves or fails beside it.
 
 A pass may fail: a prompt may lead to logits that are NaN, or memory may run out. Then none of its
 tokens counts. Pages that it should have filled can be found no more (`undo`), and its requests wait
@@ -98,6 +99,7 @@ class Engine:
         request.finish_reason = reason
         if request in waiting:
             waiting.remove(request)
+        # If it was running, it leaves now: `release` looks for a finish_reason.
         self.scheduler.release()
         self.forget(request)
 
@@ -115,7 +117,7 @@ class Engine:
             return []
         step = self.number
         self.number += 1
-        self.trace.step_times.clear()   # when earlier steps began: an engine would collect them
+        self.trace.step_times.clear()   # else it would grow with every step of a long run
         # 1. which requests compute how many tokens in this step
         self.plan = []   # if `schedule` raises, the plan of the last step must not stay here
         self.plan = self.scheduler.schedule(step)

@@ -45,7 +45,8 @@ def generate(model, requests, max_batch=8, token_budget=64, max_kv_tokens=None, 
         # 1. which requests compute how many tokens in this step
         step = scheduler.next_step(step)
         plan = scheduler.schedule(step)
-        # 2. up to two passes: one for what has a single token to do, one for the chunks
+        # 2. up to two passes: one for requests with a single token to do (decodes, or the end of a
+        #    prompt: c6 above), one for the chunks. `update` changes todo, so both lists come first
         decodes = [(request, n) for request, n in plan if request.todo == 1]
         chunks = [(request, n) for request, n in plan if request.todo > 1]
         for part in decodes, chunks:

@@ -102,6 +102,7 @@ class Rectangle:
 
 def admit(waiting, running, step, max_batch):
     """Arrived requests get a cache and take free places, in order. Returns (waiting, running)."""
+    # `waiting` is sorted by arrival, so those that have arrived are its first ones.
     arrived = [request for request in waiting if request.arrival <= step]
     admitted = arrived[:max_batch - len(running)]
     for request in admitted:

@@ -20,9 +20,9 @@ them. That is the bug of a published tutorial (source I in docs/sources.md): A s
 Nothing raises an error. Only a comparison with the same request, run alone, reveals it.
 
 Better than chunked: one forward pass where a step with decodes and chunks took two.
-Wasted: copies, as before; and many more pads. One chunk of n among B rows makes (B - 1)(n - 1) pad
-slots: 3 x 7 = 21 above. Pads are computed, too: with long prompts beside decodes, interleaved is
-slower than chunked (W1 in docs/measurements.md, on two CPU cores).
+Wasted: copies, as before; and many more pads. One chunk of n tokens and d decodes make d x (n - 1)
+pad slots: 3 x 7 = 21 above. Pads are computed, too: with long prompts beside decodes, interleaved
+is slower than chunked (W1 in docs/measurements.md, on two CPU cores).
 Next: ragged keeps the one pass and drops the rows.
 """
 import torch

@@ -72,8 +72,8 @@ class StaticBatch:
         self.wanted = (torch.tensor(due, device=device), -1)        # the last column of these rows
 
     def attend(self, layer, q, k, v):                               # (B, nh, T, hs)
-        # Pads get values of zero. A hidden value has weight 0, but 0 times inf is NaN; and in
-        # float16, a pad's hidden state may overflow to inf where no token's does.
+        # Pads get values of zero. The mask gives a pad's value weight 0, but 0 times inf is NaN.
+        # (In float16, the activations of a pad may overflow to inf though those of all tokens fit.)
         hidden = ~self.mask[..., self.start:].transpose(-2, -1)     # (B, 1, T, 1), the new columns
         self.kv.write(layer, self.start, k, v.masked_fill(hidden, 0.0))
         return head(q, *self.kv.read(layer, self.end), mask=self.mask)
@@ -88,7 +88,8 @@ class StaticBatch:
 
 
 def columns_for(requests):
-    """The columns a batch fills: the longest prompt, and the longest answer but its last token."""
+    """The most columns that a batch can fill: the longest prompt and the longest answer."""
+    # kv_capacity leaves out the last token of an answer, which is never computed.
     longest_prompt = max(len(request.prompt) for request in requests)
     longest_answer = max(request.kv_capacity - len(request.prompt) for request in requests)
     return longest_prompt + longest_answer

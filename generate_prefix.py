@@ -23,16 +23,17 @@ taken first; then those that have not been used for longest (*least recently use
 Only full pages are shared, and the last token of a request is always computed, because its logits
 are needed. So a request writes only into pages it allocated, and no page is copied on write.
 
-Better than paged: tokens whose keys are still in a page are not computed again. Layout and loop are
-paged's; only the scheduler differs. Its plans are those of vLLM with default knobs, in 1,200 of
-1,200 recorded workloads.
+Better than paged: if the first full pages of a request are still cached, they are not computed
+again. Layout and loop are paged's; only the scheduler differs. Its plans equal those of vLLM's
+synchronous scheduler in 1,200 of 1,200 recorded workloads (docs/vllm.md). By default, vLLM plans
+ahead, as beyond/ahead.py does.
 Wasted, and the file of beyond/ that saves it:
 
     keys are gathered into a copy                                                kernel.py
     a pass reads all weights, and each decode gets only one token from it        speculative.py
     the device waits while the host plans                                        ahead.py
     a short request may wait long behind others                                  fairness.py
-    layers that look back over a window only keep all keys                       hybrid.py
+    a layer that sees only a window of tokens keeps the keys of all             hybrid.py
 
 Next: engine.py opens the loop, for requests that come while it runs.
 """
@@ -74,7 +75,7 @@ class PrefixPool(PagePool):
         self.hash_of = {}
 
     def find(self, hashes):
-        """The cached pages of the longest beginning that has them, one for each of its hashes."""
+        """One cached page for each of the first hashes, up to the first that has no cached page."""
         pages = []
         for digest in hashes:
             if digest not in self.cached:
@@ -105,8 +106,8 @@ class PrefixPool(PagePool):
     def free(self, table):
         """
         Puts the pages that are now in no table back: to the end of the queue if they can be found,
-        else to the front. The last page of a table goes first, and so is taken first: it is found
-        only through the pages before it.
+        else to the front. Of the pages that can be found, the last of the table is put back first,
+        and so is taken first: a request finds it only after all pages before it.
         """
         for page in reversed(table):
             self.ref_count[page] -= 1
@@ -146,7 +147,8 @@ class PrefixScheduler(PagedScheduler):
     def admit(self, request):
         """As PagedScheduler.admit. Its table begins with the pages that are found."""
         full_pages = (request.todo - 1) // self.pool.page_size   # without its last token
-        # A generator: hashes after the first page that is not found are never computed.
+        # A generator: `find` stops at the first page that is not cached, so later pages are not
+        # hashed here.
         hashes = (self.hash_of_page(request, i) for i in range(full_pages))
         cached_pages = self.pool.find(hashes)
         new_pages = self.pool.needed(request.todo) - len(cached_pages)
@@ -184,7 +186,8 @@ class PrefixScheduler(PagedScheduler):
         already. So all requests of the plan are preempted: they give their pages back, and keep
         their tokens.
         """
-        # `preempt` puts a request at the front of the queue. The last one first keeps the order.
+        # `preempt` puts a request at the front of the queue. So the loop begins with the last one:
+        # then they wait in the order in which they ran.
         for request, _ in reversed(plan):
             first = request.computed // self.pool.page_size   # the first page that is not full
             for page in request.block_table[first:]:

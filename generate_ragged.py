@@ -6,9 +6,9 @@ All padding comes from the batch axis, so that axis goes. The tokens of all requ
 token-wise layer takes a stream as it is. Only attention must know the boundaries, in one of two
 ways:
 
-    "mask":    all N tokens attend to the S keys of all requests: N x S scores. A block-diagonal
-               mask hides the scores between two requests
-    "varlen":  the n tokens of request i attend to its own S_i keys: n x S_i scores a request
+    "varlen":  the n tokens of request i attend to its own S_i keys, past and new: n x S_i scores
+    "mask":    all N tokens attend to the keys of all requests. Here S is the sum of all S_i, and
+               N x S scores are computed. A block-diagonal mask hides those between two requests
 
     cu_seqlens = [0, 1, 2, 3, 11]       A  B  C  D  D  D  D  D  D  D  D      11 tokens, no pads
 

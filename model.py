@@ -61,7 +61,8 @@ class Head(nn.Module):
     FlashAttention, which never stores the T x S scores.)
 
     Head applies the causal rule itself, because every layout needs it, even for a chunk of a prompt
-    whose first part is cached. A layout adds only a mask of its pads and of other requests' keys.
+    whose first part is cached. If each row holds one request, a layout's mask has only to hide
+    pads. (If one row holds several, as in ragged's "mask", the mask also keeps them apart.)
     """
 
     def forward(self, q, k, v, past_k=None, past_v=None, mask=None):
@@ -74,8 +75,8 @@ class Head(nn.Module):
         mask:           boolean, broadcastable to (..., T, S), True = may be seen. A padding mask
                         over past *and* new keys is (B, 1, 1, S). ANDed with the causal rule.
 
-        Returns (..., T, hs). A query that may see no key at all (some pad slots) yields zeros,
-        never NaN.
+        Returns (..., T, hs). A query that may see no key at all (some pad slots) yields zeros, not
+        NaN. A hidden value that is not finite would do harm (0 times NaN is NaN): layouts zero it.
         """
         if past_k is not None:
             k = torch.cat([past_k, k], dim=-2)                     # (..., S, hs)
@@ -219,7 +220,8 @@ def keep_top(logits, temperature, top_k=None, top_p=1.0):
         ordered = logits.sort(descending=True).values              # (V,), the largest first
         probabilities = ((ordered - ordered[0]) / temperature).softmax(dim=-1)
         sums = probabilities.cumsum(dim=-1)
-        # The sums ascend: as many as stay below top_p stand before the first that reaches it.
+        # The sums ascend. So the number of sums below top_p is the index of the first sum that
+        # reaches it.
         last = int((sums < top_p - 1e-12).sum())   # 1e-12: a sum may round to just below top_p
         last = min(last, len(sums) - 1)    # by rounding, even the sum of all may stay below top_p
         logits = logits.masked_fill(logits < ordered[last], -math.inf)

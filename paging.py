@@ -14,12 +14,14 @@ request lists its pages in the order of its tokens. The *free queue* lists the p
 A request is admitted if the free pages can hold all tokens that it has. Nothing is reserved: it
 takes pages chunk by chunk, as its prompt is computed, and one more whenever its last page is full.
 
-If too few pages are free by then, the running request that arrived last is *preempted*: it gives
-its pages back, keeps its tokens, and waits at the front of the queue. That step admits no request.
-Later its keys and values are computed again, but no token is sampled again.
+If a running request needs more pages than are free, the running request that arrived last is
+*preempted*: it gives its pages back, keeps its tokens, and waits at the front of the queue. A step
+that preempts admits no request. When the preempted request runs again, its keys and values are
+computed again, but no token is sampled again.
 
-All requests finish. The first that runs is never preempted: it alone fits into the pool, and all
-others give way before it does. When it has finished, the next one is the first, and so on.
+All requests finish. Of those that run, take the one that arrived first. All others are preempted
+before it is, and then it has room, because `add` refuses a request that does not fit into the whole
+pool. So it is never preempted, and finishes. Then the next one is the first, and so on.
 
 vLLM calls a page a block. The tensors are in generate_paged.py.
 """

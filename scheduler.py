@@ -12,10 +12,11 @@ Each step has a budget of tokens, given out in this order:
 A *decode* (d) needs one token; a prompt needs many, and may get them in chunks (c). No rule puts
 decodes first, yet no decode ever waits for a prompt. Above, step by step:
 
-    D has 6 tokens to do and gets the 2 that are left, so the budget is used up;
-    while D is incomplete, each step gives it all that is left, so nobody is admitted after it;
-    so D is the last that runs, and A, B and C before it need one token each;
-    they get it: each was admitted with a token that the others left, so at most 8 requests run.
+    D gets tokens, so A, B and C left some: each got all it needs, and from now on needs one a step;
+    D gets fewer than the 6 it needs, so it uses up the budget, and nobody is admitted after it;
+    until D is complete, each step repeats this: D stays the last, and A, B and C are served first;
+    one token for each is always there: a request is admitted only if the others that run leave it a
+    token, so at most 8 requests run.
 
 (vLLM V1 has this loop, too.)
 
@@ -61,10 +62,12 @@ class Scheduler:
         plan = []
         budget = self.token_budget
         before = len(self.running)
-        # 1. Requests that run go on. `make_room` may preempt requests while the loop reads this
-        #    list. It removes them from the end: first those that the loop has not reached, at last
-        #    the current one, which is then the last of the list, and the loop ends.
+        # 1. Requests that run go on. Here `make_room` always succeeds. From paging.py on, it may
+        #    *preempt* requests: take their memory, and move them back to the queue. It removes them
+        #    from the end of the list that this loop reads, so the loop never skips a request. If
+        #    even the current one must go, it is the last of the list by then, and the loop ends.
         for request in self.running:
+            # In the stages, n is at least 1 (see above). In beyond/ahead.py it may be 0.
             n = min(request.todo, budget)
             if n and self.make_room(request, n):
                 plan.append((request, n))
