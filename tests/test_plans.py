@@ -329,6 +329,7 @@ def test_what_another_scheduler_raises_is_a_difference(few, capsys):
     (["--keep"], "--keep needs --vllm PYTHON: without it, nothing is recorded"),
     (["--seed", "0"], "--seed needs --vllm PYTHON"),
     (["--vllm", "no/python"], "--vllm no/python: No such file"),
+    (["--vllm", "", "--number", "1"], "--vllm : "),
     (["--vllm", "false", "--number", "1"], "--vllm false: it said nothing"),
     (["--vllm", "true", "--number", "1"], "--vllm true: it has printed no plans"),
     (["--vllm", "echo", "--number", "1"], "--vllm echo: it has printed no plans"),

@@ -268,7 +268,8 @@ def test_real_runs_are_printed(monkeypatch):
     monkeypatch.setattr(real_runs, "RUNS", [
         {**run, "stages": [(5, 9)]} for run in real_runs.RUNS
         if run["id"] in ("38", "46") or run["half"] == "overloaded"])
-    real = printed("--real")
+    real = printed("--real --json x.json --pages 9")
+    assert "--json has no meaning beside --real: ignored\n--pages has no meaning" in real
     assert re.findall(r"^llama-3.1-8b, .*? (a) ", real, re.M) == ["a", "a"]
     assert "all (2 runs)" in real and "overloaded" not in real
 
@@ -321,6 +322,8 @@ SMALL = "--gpu 312,2039,18 --input 2000 --output 100 --requests 12"
       for bad in ("1,0,3", "1e-300,1e-300,80", "1,1e-7,80", "1,1,1e9", "1,nan,3")),
     ("--stage ragged --attention mask --token_budget 100000 --max_batch 2000 --requests 2000",
      "--attention mask: .. a mask of 100,000 tokens x 120,798 keys, more than 2,000,000,000"),
+    ("--real --model bert", "--model bert: none of gpt2"),
+    ("--real --tp 3", "--tp 3 does not divide n_head 32"),
     ("--real --gpu nonsense", "not PEAK_TFLOPS,GB_PER_S,GiB and none of t4"),
     ("--requests 99999999999", "--requests must be at most 200,000, not 99,999,999,999"),
     ("--requests 100000", "--requests must be at most 43,440 of 1,151 tokens each, not 100,000"),

@@ -208,7 +208,7 @@ def compare(args):
     """plans beside those of vLLM's own scheduler, pass by pass: recorded ones, or made anew"""
     check_flags(args)
     scheduler_class = args.scheduler and scheduler_named(args.scheduler)
-    if args.vllm:
+    if args.vllm is not None:
         number = NUMBER if args.number is None else args.number
         seed = SEED if args.seed is None else args.seed
         version, works = record(args.vllm, number, seed)
@@ -225,7 +225,7 @@ def check_flags(args):
     """ValueError for a flag that would change nothing, or ask for more than memory holds."""
     if args.number is not None and args.number > MOST:
         raise ValueError(f"--number must be at most {MOST:,}, not {args.number:,}")
-    if args.vllm:
+    if args.vllm is not None:
         return
     for name in "number", "seed", "keep":
         value = getattr(args, name)

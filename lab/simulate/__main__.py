@@ -61,8 +61,11 @@ def main(argv=None):
 def show(args):
     """Prints what a stage reaches on the GPU, or real runs beside what is calculated."""
     flags.check_path(args.json, "--json")
-    gpu_of(args.gpu)   # a mistyped one is told, even where it would not be used
+    gpu_of(args.gpu)   # what is mistyped is told, even where it would not be used
+    shape_of(args.model, args.dtype, args.tp)
     if args.real:
+        ignored = ["json"] if args.json else []
+        flags.say_ignored(args, [*ignored, *flags.given_knobs(args)], "beside --real")
         print(real_runs.show())
         return 0
     result = calculate(args)
