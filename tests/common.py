@@ -171,8 +171,11 @@ def assert_contract(model, generate, requests, tolerance=1e-10, whole=None, know
 
 def looks_up(token, number, model):
     """The model, but each number of this token's embedding is another. The output head stays."""
-    model.wte.register_forward_hook(
-        lambda wte, ids, x: x.masked_fill((ids[0] == token)[..., None], number))
+    def replace_numbers(wte, arguments, embedded):
+        token_ids, = arguments
+        return embedded.masked_fill((token_ids == token)[..., None], number)
+
+    model.wte.register_forward_hook(replace_numbers)
     return model
 
 
@@ -206,10 +209,13 @@ def assert_a_pad_may_overflow(generate, **knobs):
 
 def assert_names_the_bad_one(generate, **knobs):
     """Where one of several prompts gives NaN, the error names it, and no other has lost a token."""
-    model = looks_up(VOCAB - 1, math.nan, toy())
-    good = [Request([i + 1] * (2 + 3 * i), 5, i % 2, seed=i, eos_token=VOCAB - 1, arrival=i % 3)
-            for i in range(6)]
-    bad = Request([3, VOCAB - 1, *range(9)], 5, 1.0, name="bad", arrival=2)
+    token = VOCAB - 1   # which gives NaN
+    good = []
+    for i in range(6):
+        prompt = [i + 1] * (2 + 3 * i)
+        good.append(Request(prompt, 5, i % 2, seed=i, eos_token=token, arrival=i % 3))
+    bad = Request([3, token, *range(9)], 5, 1.0, name="bad", arrival=2)
+    model = looks_up(token, math.nan, toy())
     with pytest.raises(ValueError, match="request 'bad': the model's logits are not") as error:
         generate(model, [*good[:3], bad, *good[3:]], **knobs)
     assert error.value.request is bad and not bad.generated
@@ -240,14 +246,20 @@ def assert_trace(trace, requests, late=0):
 # --- backends -------------------------------------------------------------------------------------
 
 EVEN = dict(n_head=4, n_embd=16)   # so that two ranks can share them
-BACKENDS = {   # name: (model, the model to compare with, tolerance); ranks need a process group
-    "float64": lambda: (toy(),) * 2 + (1e-10,),
-    "float32": lambda: (toy(dtype=torch.float32),) * 2 + (1e-4,),
-    "Llama": lambda: (llama(),) * 2 + (1e-10,),
-    "compiled": lambda: (optimize(toy(dtype=torch.float32)), toy(dtype=torch.float32), 1e-4),
+
+
+def float32():
+    return toy(dtype=torch.float32)
+
+
+BACKENDS = {   # name: (the model, the one to compare with, tolerance); ranks need a process group
+    "float64": lambda: (toy(), toy(), 1e-10),
+    "float32": lambda: (float32(), float32(), 1e-4),
+    "Llama": lambda: (llama(), llama(), 1e-10),
+    "compiled": lambda: (optimize(float32()), float32(), 1e-4),
     "rank": lambda: (shard(toy(**EVEN)), toy(**EVEN), 1e-10),
     "Llama rank": lambda: (shard(llama(n_head=4)), llama(n_head=4), 1e-10),
-    "cuda": lambda: (toy(dtype=torch.float32).to("cuda"),) * 2 + (1e-4,)}
+    "cuda": lambda: (float32().to("cuda"), float32().to("cuda"), 1e-4)}
 
 
 @lru_cache(maxsize=None)
@@ -461,9 +473,12 @@ def assert_names_of_pages(request, pages):
 
 def mixed():
     """Prompts and answers of many lengths, greedy and sampled, arriving one after another."""
-    return [Request([i % VOCAB for i in range(3 * n, 5 * n)], max_new_tokens=3 + n % 7,
-                    temperature=n % 2, seed=n, name=f"r{n}", arrival=n // 3)
-            for n in range(1, 12)]
+    requests = []
+    for n in range(1, 12):
+        prompt = [i % VOCAB for i in range(3 * n, 5 * n)]
+        requests.append(Request(prompt, max_new_tokens=3 + n % 7, temperature=n % 2, seed=n,
+                                name=f"r{n}", arrival=n // 3))
+    return requests
 
 
 def assert_seen(check, *drawn):
@@ -499,7 +514,8 @@ def workloads(draw):
         n = draw(length)
         own = draw(st.lists(token, min_size=n, max_size=n))
         shared = draw(st.sampled_from([0, 3, 8, BLOCK_SIZE]))
-        requests.append(Request((stem[:shared] + own[shared:])[:n],
+        prompt = stem[:shared] + own[shared:]
+        requests.append(Request(prompt[:n],
                                 max_new_tokens=draw(st.sampled_from([1, 2, 4, 7, 12, 1000])),
                                 temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 1.5])),
                                 top_k=draw(st.sampled_from([None, None, 1, 3])),
