@@ -482,11 +482,11 @@ def test_the_scoreboard_is_that_of_pythons_stages(show):
 
 def test_a_request_that_can_never_fit_says_so(show):
     shown = show(OWN + "&beside=ragged")
-    for memory, said in (128, [""] * 4), (
+    for memory, reasons in (128, [""] * 4), (
             64, ["", *(f"{n} KV tokens, there are 64" for n in (83, 128, 74))]):
         shown.run("state.own.memory = arguments[0]; redraw()", memory)
         assert shown.run("return Object.keys(STAGE_KNOBS).map(stage => ownRun(stage).requests.map("
-                         "r => r.refused))") == [refused] * len(SCRIPTS)
+                         "r => r.refused))") == [reasons] * len(SCRIPTS)
     assert shown.run("return views[0].run.requests[0].ms.length") == 40   # the others run
     shown.run("state.own.memory = 16; redraw()")
     assert shown.texts(".scores .soft") == ["no request fits into its memory"] * len(SCRIPTS)
