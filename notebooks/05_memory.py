@@ -146,12 +146,13 @@ with folded():
 # the next one is the first. (One larger than the pool is refused.) Victims at random could take
 # pages from each other forever.
 #
-# In a step that preempts, nobody is admitted. Nobody could be: the first in the queue is now the
-# request that has just lost its pages, and no other overtakes it. Say that it gave back 4 pages.
-# This happened because fewer pages were free than somebody needed, so that one takes all of those
-# and at least one of the 4. Fewer than 4 are left, and the request needs 4 or more to come back,
-# for it still has all of its tokens. (If it needed the pages itself, as H did at step 11, it needs
-# as many as before, and they are not there.) So the rule only saves asking.
+# In a step that preempts, nobody is admitted. As long as each request has pages of its own, nobody
+# could be: the first in the queue is now the request that has just lost its pages, and no other
+# overtakes it. Say that it gave back 4 pages. This happened because fewer pages were free than
+# somebody needed, so that one takes all of those and at least one of the 4. Fewer than 4 are left,
+# and the request needs 4 or more to come back, for it still has all of its tokens. The rule matters
+# with the prefix cache, below: there the request may find pages that others hold. Then it needs
+# fewer pages than it gave back, and would come back at once.
 #
 # **Turn this knob.** Above, eight requests share 39 pages. Give them 20, and then 52. Predict
 # first: how many preemptions are there, and does it still take fewer steps than reserving 156
