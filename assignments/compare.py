@@ -110,10 +110,10 @@ def end_session(process):
 def read(line):
     """An answer. Code may write lines of its own, too: what is none becomes the value "nothing"."""
     try:
-        said = json.loads(line)
-        if "value" in said:
-            return {"value": said["value"]}
-        error = said["error"]
+        answer = json.loads(line)
+        if "value" in answer:
+            return {"value": answer["value"]}
+        error = answer["error"]
         return {"error": {"type": str(error["type"]), "says": str(error["says"]),
                           "way": [[str(file), int(line), str(text)]
                                   for file, line, text in error["way"]],
@@ -177,17 +177,34 @@ def difference(got, right, room, where=""):
 
 # --- in words -------------------------------------------------------------------------------------
 
-def told(case):
+def case_in_words(case):
     """A case as it is read. Requests have their letters through all of it, as in what it gives."""
-    said, letter = [], 65
+    parts, letter = [], ord("A")
     for key, value in case.items():
-        rows = [value] if isinstance(value, dict) else value
-        if rows and isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            value = ", ".join(f"{chr(letter + i)} ({words(row)})" for i, row in enumerate(rows))
+        if value is None or key == "seed":
+            continue
+        rows = rows_in(value)
+        if rows:
+            value = rows_in_words(rows, letter)
             letter += len(rows)
-        if value is not None and key != "seed":
-            said.append(f"{key} {value if isinstance(value, str) else words(value)}")
-    return cut(", ".join(said))
+        elif not isinstance(value, str):
+            value = words(value)
+        parts.append(f"{key} {value}")
+    return cut(", ".join(parts))
+
+
+def rows_in(value):
+    """The rows of requests that a value is; none if it is something else."""
+    if isinstance(value, dict):
+        return [value]
+    if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+        return value
+    return []
+
+
+def rows_in_words(rows, letter):
+    """Rows of requests, whose names begin with this letter's number."""
+    return ", ".join(f"{chr(letter + i)} ({words(row)})" for i, row in enumerate(rows))
 
 
 def words(value, digits=10):
@@ -212,10 +229,14 @@ def rounded(value, digits):
 def both_in_words(value, right):
     """A value and what is right, with as few digits as tell them apart; of 1 and "1" the types."""
     for digits in 3, 10:
-        said, expected = cut(words(value, digits)), cut(words(right, digits))
-        if said != expected:
-            return said, expected
-    return tuple(f"{each!r:.150} ({type(each).__name__})" for each in (value, right))
+        both = cut(words(value, digits)), cut(words(right, digits))
+        if both[0] != both[1]:
+            return both
+    return with_type(value), with_type(right)
+
+
+def with_type(value):
+    return f"{value!r:.150} ({type(value).__name__})"
 
 
 def cut(text, most=200):
@@ -238,30 +259,38 @@ def fault(part, answers, ended="", mine=lambda file, line: file):
 
     mine: (file, line) -> how to call the file, if code that is judged stands there; else None
     """
-    within = part.get("within", TOLERANCE)
     i = first_wrong(part, answers)
     if i is None:
         return None
-    got = answers[i] if i < len(answers) else None
-    right = part["right"][i]
-    call, *given = part["cases"][i].items()
-    case = told(dict(given))
+    call, *arguments = part["cases"][i].items()
+    case = case_in_words(dict(arguments))
     what = f"{call[1]}, with {case}" if case else call[1]
-    if got is None:
+    if i >= len(answers):
         return f"{what}: {ended}"
-    because = named(part, answers, i)
-    if "error" in got:
-        return because + error(what, got["error"], mine)
-    value, right = got["value"], right["value"]
+    because = name_of_mistake(part, answers, i)
+    if "error" in answers[i]:
+        return because + error(what, answers[i]["error"], mine)
+    return f"{because}{what}: {both_values(part, answers[i]['value'], part['right'][i]['value'])}"
+
+
+RESULTS = "", "it returns", "shape and dtype", "the kind of what it returns"
+
+
+def both_values(part, value, right):
+    """What code gives and what is right, where they differ."""
+    within = part.get("within", TOLERANCE)
     where, value, right = difference(value, right, within * size_of(right))
-    verb = f"{where}: " if where else "" if isinstance(value, str) else "gives "
-    lacks = " (is a `return` missing?)" if value in (None, "nothing") and where in (
-        "", "it returns", "shape and dtype", "the kind of what it returns") else ""
-    said, expected = both_in_words(value, right)
-    return f"{because}{what}: {verb}{said}, expected {expected}{lacks}"
+    if where:
+        verb = f"{where}: "
+    else:
+        verb = "" if isinstance(value, str) else "gives "
+    no_return = value in (None, "nothing") and where in RESULTS
+    hint = " (is a `return` missing?)" if no_return else ""
+    value, right = both_in_words(value, right)
+    return f"{verb}{value}, expected {right}{hint}"
 
 
-def named(part, answers, i):
+def name_of_mistake(part, answers, i):
     """
     The name of the usual mistake which gives the same in case i, if it explains most of what is
     wrong, and no other explains more. If there are a few cases only, as in a notebook's exercise,
