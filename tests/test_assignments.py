@@ -74,7 +74,7 @@ def test_each_mistake_fails_a_case_and_is_named(number):
             said = compare.fault(made, [mine or right for mine, right in zip(gives, made["right"])])
             twins = [each.strip() for each, theirs in made["mistakes"].items()
                      if [*theirs] == [*gives]]
-            assert said and said.startswith(tuple(f"It is {each}. " for each in twins)), said
+            assert said and said.startswith(tuple(map(compare.opening, twins))), said
             assert "\n" not in said
             if sides := re.search(r"(?:gives|:) (.*), expected (.*)$", said):
                 assert sides[1] != sides[2].partition(" (is a `return`")[0], said
