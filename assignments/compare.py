@@ -16,14 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 # Of the largest number in a value. All is computed in float64: another order of sums changes it by
 # 1e-13 or less, a detour over float32 by 1e-8 or more.
 TOLERANCE = 1e-10
-PATIENCE = 3   # seconds by the clock for each second of CPU time
-IDLE = 8       # seconds without computing, in all; for the seven parts of a set less than a minute
+IDLE = 8       # seconds asleep, in all; for the seven parts of a set less than a minute
+PATIENCE = 3   # where nobody says who sleeps: seconds by the clock for each second of CPU time
 FEW = 9   # cases, of which one is enough for the name of a mistake
 NAME = re.compile("[A-Z]|r[0-9]+")   # of a request
 
@@ -54,34 +56,42 @@ def ask(folder, cases, seconds, gigabytes, quiet=True, user=None):
 
 def wait_for(process, seconds):
     """
-    Waits until the child ends, or has waited too long itself. Returns how it ended, in words. Its
-    limit of CPU time ends what computes. A child that is only slow, as others compute beside it, is
-    not idle.
+    Waits until the child ends, or has slept too long. Returns how it ended, in words. Its limit of
+    CPU time ends what computes. A child that is only slow, as others compute beside it, is not
+    asleep: it is ready to run.
     """
     patience = PATIENCE * seconds
     latest = time.monotonic() + patience
-    idle, before = 0, cpu_seconds(process.pid)
-    while time.monotonic() < latest:
-        try:
+    asleep = 0
+    before = progress(process.pid)
+    while True:
+        with suppress(subprocess.TimeoutExpired):
             return how_it_ended(process.wait(timeout=1), seconds)
-        except subprocess.TimeoutExpired:
-            now = cpu_seconds(process.pid)
-        if now is not None and before is not None and now - before < 0.05:
-            idle += 1
-        if idle == IDLE:
+        now = progress(process.pid)
+        if now is None:   # this system does not say: the clock has to do
+            if time.monotonic() > latest:
+                return f"waits for more than {patience} seconds"
+            continue
+        if now.asleep and now.seconds - before.seconds < 0.05:
+            asleep += 1
+        if asleep == IDLE:
             return f"waits for more than {IDLE} seconds"
         before = now
-    return f"waits for more than {patience} seconds"
 
 
-def cpu_seconds(pid):
-    """What a process has used so far; None where the system has no such file: Linux has."""
+class Progress(NamedTuple):
+    asleep: bool     # whether it waits for something that is not the processor
+    seconds: float   # of CPU time, so far
+
+
+def progress(pid):
+    """How far a process is; None where the system has no such file: Linux has."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    user, system = int(fields[11]), int(fields[12])
-    return (user + system) / os.sysconf("SC_CLK_TCK")
+    state, user, system = fields[0], int(fields[11]), int(fields[12])
+    return Progress(state == "S", (user + system) / os.sysconf("SC_CLK_TCK"))
 
 
 def environment():

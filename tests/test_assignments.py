@@ -193,13 +193,13 @@ def test_a_submission_that_waits_costs_at_most_a_minute():
 @pytest.mark.parametrize("body, said", [
     ("import time; time.sleep(600)", "waits for more than 3 seconds"),
     ("import time\nwhile True: time.sleep(0.01)", "waits for more than 3 seconds"),
-    ("while True: pass", "takes more than 10 seconds of CPU time|waits for more than 30 seconds")])
+    ("while True: pass", "takes more than 10 seconds of CPU time")])
 def test_what_waits_is_stopped_soon_and_what_computes_is_not(body, said, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "IDLE", 3)
     if not os.path.exists("/proc/self/stat"):
         pytest.skip("only Linux says how much a child has computed")
     folder = handed_in(tmp_path, 3, [(SCHEDULE, body)])
-    assert re.search(said, said_of(3, folder, "a", monkeypatch))   # 30: beside many others
+    assert re.search(said, said_of(3, folder, "a", monkeypatch))
 
 
 def test_links_in_what_is_handed_in_are_not_followed(tmp_path, monkeypatch):
