@@ -18,7 +18,8 @@ def first_fit_decreasing(lengths, size):
 
 
 def packed(prompts):
-    return layout_of(Packed(plan_of(prompts)), "tokens", "positions", "mask", "wanted")
+    batch = Packed(plan_of(prompts))
+    return layout_of(batch, "tokens", "positions", "mask", "wanted")
 
 
 def packed_on_a_device():
@@ -27,12 +28,18 @@ def packed_on_a_device():
 
 def flat(rows):
     batch = Flat(plan_of(rows))
-    return {**layout_of(batch, *STREAM), "a mask, which is not needed": getattr(
-        batch, "mask", None) is not None}
+    layout = layout_of(batch, *STREAM)
+    layout["a mask, which is not needed"] = getattr(batch, "mask", None) is not None
+    return layout
 
 
 def flat_mask(rows):
-    return layout_of(Flat(plan_of(rows), None, "mask"), *STREAM, "mask")
+    batch = with_mask(plan_of(rows), device=None)
+    return layout_of(batch, *STREAM, "mask")
+
+
+def with_mask(plan, device):
+    return Flat(plan, device, attention="mask")
 
 
 def flat_on_a_device():
@@ -40,7 +47,7 @@ def flat_on_a_device():
 
 
 def mask_on_a_device():
-    return on_a_device(lambda plan, device: Flat(plan, device, "mask"), "mask")
+    return on_a_device(with_mask, "mask")
 
 
 def on_a_device(layout, *names):
@@ -48,21 +55,38 @@ def on_a_device(layout, *names):
     return on_second_device(lambda device: layout(plan, device), *names)
 
 
-def varlen(rows, heads, size, attention="varlen", mask=(), lost=False):
-    """lost: a value in the first request's cache is NaN, which is that request's alone."""
-    class LaidOut(Flat):   # as part c has to set it
-        def lay_out(self, device):
-            self.tokens = self.positions = torch.zeros(self.cu_seqlens[-1], dtype=torch.long)
-            self.mask = torch.tensor(mask)
+def varlen(rows, heads, size, lost=False):
+    plan = plan_with_caches(rows, heads, size, lost)
+    batch = laid_out(plan, attention="varlen")
+    pairs = 0   # of a new token and a key of the same request
+    for (_, new_tokens), keys in zip(plan, batch.ends):
+        pairs += new_tokens * keys
+    return attended(batch, heads, size, least=4 * heads * size * pairs)
 
+
+def masked(rows, heads, size, mask, lost=False):
+    plan = plan_with_caches(rows, heads, size, lost)
+    batch = laid_out(plan, attention="mask", mask=mask)
+    return attended(batch, heads, size)
+
+
+def plan_with_caches(rows, heads, size, lost):
+    """lost: a value in the first request's cache is NaN, which is that request's alone."""
     plan = plan_of(rows)
     fill(plan, heads, size)
     if lost:
-        plan[0][0].kv.v[LAYERS[0]][0, 0, 0] = torch.nan
-    batch = LaidOut(plan, None, attention)
-    least = sum(n * end for (_, n), end in zip(plan, batch.ends)) if attention == "varlen" else 0
-    return attended(batch, heads, size, 4 * heads * size * least)
+        first_request, _ = plan[0]
+        values = first_request.kv.v[LAYERS[0]]
+        values[0, 0, 0] = torch.nan
+    return plan
 
 
-def masked(**case):
-    return varlen(**case, attention="mask")
+def laid_out(plan, attention, mask=()):
+    """A layout whose tensors are set as part c has to set them."""
+    class LaidOut(Flat):
+        def lay_out(self, device):
+            number = self.cu_seqlens[-1]
+            self.tokens = self.positions = torch.zeros(number, dtype=torch.long)
+            self.mask = torch.tensor(mask)
+
+    return LaidOut(plan, None, attention)
