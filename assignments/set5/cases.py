@@ -67,16 +67,26 @@ def layout(rng, plan, page_size):
     return {"call": "lay_out", "plan": rows, "page_size": page_size, "pool": shuffled(rng, number)}
 
 
+BATCHES = (   # of requests, (new tokens, keys) each
+    [(1, 1)],
+    [(1, 3)],
+    [(3, 3)],
+    [(2, 5)],
+    [(1, 4), (2, 2)],
+    [(3, 7), (1, 2)])
+
+
 def attentions(rng):
-    """For requests of (new tokens, keys) each."""
-    batches = [[(1, 1)], [(1, 3)], [(3, 3)], [(2, 5)], [(1, 4), (2, 2)], [(3, 7), (1, 2)]]
-    batches.append([(rng.randint(1, 4), rng.randint(4, 12)) for _ in range(5)])
-    for lengths in batches:
+    drawn = [(rng.randint(1, 4), rng.randint(4, 12)) for _ in range(5)]
+    for lengths in *BATCHES, drawn:
         for page_size in 1, 2, 4:
-            number = 2 + sum(pages_for(keys, page_size) for _, keys in lengths)
-            yield {"call": "paged_attention", "lengths": lengths, "page_size": page_size,
-                   "heads": 2 + page_size % 2, "size": 3 - page_size % 2,
-                   "pool": shuffled(rng, number)}
+            pages = sum(pages_for(keys, page_size) for _, keys in lengths)
+            yield {"call": "paged_attention",
+                   "lengths": lengths,
+                   "page_size": page_size,
+                   "heads": 2 + page_size % 2,
+                   "size": 3 - page_size % 2,
+                   "pool": shuffled(rng, pages + 2)}
 
 
 # --- b --------------------------------------------------------------------------------------------
@@ -99,17 +109,23 @@ def tokens_in(row):
 
 def states(rng):
     """Pools in which the first that run can go on, and not always all of them."""
-    sizes = [*product((1, 1, 2, 2, 2, 3, 3, 3), (1, 2, 3)), (9, 2), (12, 4)]
-    made = []
-    for many, page_size in sizes:
-        running = [between_steps(rng, page_size) for _ in range(many)]
+    sizes = [*product((1, 1, 2, 2, 2, 3, 3, 3), (1, 2, 3))]
+    sizes += [(9, 2), (12, 4)]
+    drawn = []
+    for number, page_size in sizes:
+        running = [between_steps(rng, page_size) for _ in range(number)]
         waiting = [{"prompt": rng.randint(1, 4)} for _ in range(rng.randint(0, 2))]
         held = sum(row["pages"] for row in running)
         longest = max(pages_for(tokens_in(row), page_size) for row in running)
-        for spare in 0, rng.choice([1, 2, many]):
-            made.append({"pages": max(held, longest) + spare, "page_size": page_size,
-                         "running": running, "waiting": waiting})
-    return sorted(made, key=lambda state: (len(state["running"]), state["pages"]))
+        for spare in 0, rng.choice([1, 2, number]):
+            pages = max(held, longest) + spare
+            drawn.append({"pages": pages, "page_size": page_size,
+                          "running": running, "waiting": waiting})
+    return sorted(drawn, key=how_large)
+
+
+def how_large(state):
+    return len(state["running"]), state["pages"]
 
 
 def with_counts(rng, state):
@@ -136,22 +152,27 @@ def growth(rng):
     for some in drawn, counted:
         yield from preemptions(rng, some[::3])
         yield from rooms(rng, some)
-    few = [{"prompt": 5, "computed": 2, "pages": 1}, *[
-        {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}] * 2]
+    yield from growth_by_hand()
+
+
+def growth_by_hand():
+    decode = {"prompt": 2, "generated": 1, "computed": 2, "pages": 1}
+    running = [{"prompt": 5, "computed": 2, "pages": 1}, decode, decode]
     for request, n, pages in ("A", 3, 3), ("A", 2, 6), ("B", 1, 3), ("C", 1, 3):
         yield {"call": "make_room", "request": request, "n": n, "pages": pages, "page_size": 2,
-               "running": few, "waiting": []}
+               "running": running, "waiting": []}
     # C's pages are A's, too.
     a = {"prompt": 4, "generated": 1, "computed": 4, "pages": 2}
     b = {"prompt": 3, "generated": 1, "computed": 3, "pages": 2, "shares": 1}
-    state = {"pages": 3, "page_size": 2, "running": [a, b, {**a, "shares": 2}], "waiting": [],
-             "counted": True}
+    c = {**a, "shares": 2}
+    state = {"pages": 3, "page_size": 2, "running": [a, b, c], "waiting": [], "counted": True}
     yield {"call": "make_room", "request": "A", "n": 1, **state}
     yield {"call": "preempt", "request": "C", **state}
     # A newcomer without a page is preempted itself: its pages would help nobody, A stays.
-    newcomer = [{"prompt": 3, "generated": 1, "computed": 3, "pages": 3}, {"prompt": 2, "pages": 0}]
+    a = {"prompt": 3, "generated": 1, "computed": 3, "pages": 3}
+    newcomer = {"prompt": 2, "pages": 0}
     yield {"call": "make_room", "request": "B", "n": 2, "pages": 4, "page_size": 1,
-           "running": newcomer, "waiting": []}
+           "running": [a, newcomer], "waiting": []}
 
 
 def preemptions(rng, states):
@@ -163,8 +184,9 @@ def preemptions(rng, states):
 def rooms(rng, states):
     """The last of the states is the one made by hand, in which A asks."""
     for number, state in enumerate(states):
-        i = 0 if state is states[-1] else rng.randrange(len(state["running"]))
-        todo = tokens_in(state["running"][i]) - state["running"][i]["computed"]
+        running = state["running"]
+        i = 0 if state is states[-1] else rng.randrange(len(running))
+        todo = tokens_in(running[i]) - running[i]["computed"]
         n = todo if number % 2 else rng.randint(1, todo)
         yield {"call": "make_room", "request": letter(i), "n": n, **state}
 
@@ -175,56 +197,87 @@ def letter(i):
 
 
 def admissions():
-    for page_size, spare, prompt, generated in product((2, 3, 4), range(4), (1, 4, 5), (0, 3)):
-        row = {"prompt": 6, "computed": 6, "generated": 1, "pages": pages_for(6, page_size)}
-        yield {"call": "admit", "pages": 2 * row["pages"] + spare, "page_size": page_size,
-               "running": [row] * 2,
-               "waiting": [{"prompt": prompt, "generated": generated}, {"prompt": 1}]}
+    sizes, spares = (2, 3, 4), range(4)
+    prompts, answers = (1, 4, 5), (0, 3)
+    for page_size, spare, prompt, generated in product(sizes, spares, prompts, answers):
+        pages = pages_for(6, page_size)
+        row = {"prompt": 6, "computed": 6, "generated": 1, "pages": pages}
+        first = {"prompt": prompt, "generated": generated}
+        yield {"call": "admit", "pages": 2 * pages + spare, "page_size": page_size,
+               "running": [row, row],
+               "waiting": [first, {"prompt": 1}]}
 
 
 # --- c --------------------------------------------------------------------------------------------
 
 def sharing(rng):
-    yield {"call": "free", "table": 0, "free_queue": [4, 5], "tables": [[0, 1, 2], [0, 1, 3]],
-           "ref_count": [2, 2, 1, 1, 0, 0], "cached": [["x", [0]], ["y", [1]], ["z", [3]]],
-           "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
-    # Two pages cannot be found.
-    yield {"call": "free", "table": 0, "free_queue": [3], "tables": [[0, 1, 2]],
-           "ref_count": [1, 1, 1, 0], "cached": [["x", [0]]], "hash_of": [[0, "x"]]}
-    # The table is not in the order of the pages' numbers; then two pages hold the same tokens.
-    in_use = {"free_queue": [3], "tables": [[1, 2, 0]], "ref_count": [1, 1, 1, 0]}
-    yield {"call": "free", "table": 0, **in_use, "cached": [["x", [1]], ["y", [2]], ["z", [0]]],
-           "hash_of": [[1, "x"], [2, "y"], [0, "z"]]}
-    yield {"call": "forget", "page": 1, **in_use, "cached": [["x", [2, 1]]],
-           "hash_of": [[2, "x"], [1, "x"]]}
+    yield from sharing_by_hand()
     allocations = []   # these call share and forget, so they come behind them
     for pool in pools_of_pages(rng):
-        tables, free = [*pool["tables"], []], len(pool["free_queue"])
+        free = len(pool["free_queue"])
+        tables = [*pool["tables"], []]
         pool = {**pool, "tables": tables}
         table = rng.randrange(len(tables))
         longest = max(range(len(tables)), key=lambda i: len(tables[i]))
         others = [page for page, _ in pool["hash_of"] if page not in tables[table]]
         found = rng.sample(others, min(2, len(others)))
+        page = rng.randrange(len(pool["ref_count"]))
         yield {"call": "share", "found": found, **pool, "table": table}
         yield {"call": "free", **pool, "table": longest}
-        yield {"call": "forget", "page": rng.randrange(len(pool["ref_count"])), **pool}
+        yield {"call": "forget", "page": page, **pool}
         for number in rng.randint(min(1, free), free), 0:
             allocations.append({"call": "allocate", "number": number, **pool, "table": table})
     yield from allocations
 
 
+def sharing_by_hand():
+    yield {"call": "free", "table": 0,
+           "free_queue": [4, 5],
+           "tables": [[0, 1, 2], [0, 1, 3]],
+           "ref_count": [2, 2, 1, 1, 0, 0],
+           "cached": [["x", [0]], ["y", [1]], ["z", [3]]],
+           "hash_of": [[0, "x"], [1, "y"], [3, "z"]]}
+    # Two pages cannot be found.
+    yield {"call": "free", "table": 0,
+           "free_queue": [3],
+           "tables": [[0, 1, 2]],
+           "ref_count": [1, 1, 1, 0],
+           "cached": [["x", [0]]],
+           "hash_of": [[0, "x"]]}
+    # The table is not in the order of the pages' numbers; then two pages hold the same tokens.
+    in_use = {"free_queue": [3], "tables": [[1, 2, 0]], "ref_count": [1, 1, 1, 0]}
+    yield {"call": "free", "table": 0, **in_use,
+           "cached": [["x", [1]], ["y", [2]], ["z", [0]]],
+           "hash_of": [[1, "x"], [2, "y"], [0, "z"]]}
+    yield {"call": "forget", "page": 1, **in_use,
+           "cached": [["x", [2, 1]]],
+           "hash_of": [[2, "x"], [1, "x"]]}
+
+
 # --- d --------------------------------------------------------------------------------------------
 
 def finding(rng):
-    yield {"call": "find", "hashes": ["x"], "tables": [[0]], "free_queue": [1, 2],
-           "ref_count": [1, 0, 0], "cached": [["x", [2, 0]]], "hash_of": [[2, "x"], [0, "x"]]}
+    yield {"call": "find", "hashes": ["x"],
+           "tables": [[0]],
+           "free_queue": [1, 2],
+           "ref_count": [1, 0, 0],
+           "cached": [["x", [2, 0]]],
+           "hash_of": [[2, "x"], [0, "x"]]}
     for pool in pools_of_pages(rng):
         names = [name for name, _ in pool["cached"]]
         for hashes in ["x"], names, [*names, "x", *names], rng.sample(names, len(names)):
             yield {"call": "find", "hashes": hashes, **pool}
         pages = {*range(len(pool["ref_count"]))}
-        for page in pages - {page for page, _ in pool["hash_of"]}:
-            yield {"call": "register", "page": page, "digest": rng.choice([*names, "x"]), **pool}
+        cached_pages = {page for page, _ in pool["hash_of"]}
+        for page in pages - cached_pages:
+            digest = rng.choice([*names, "x"])
+            yield {"call": "register", "page": page, "digest": digest, **pool}
+
+
+SEQUENCES = (   # tokens, page size, pages
+    ([5, 5], 1, [1]),
+    ([5, 5], 1, [0, 0]),
+    ([5, 7, 5, 7, 2, 1], 2, [0, 1, 2, 1, 0]))
 
 
 def hashes(rng):
@@ -232,13 +285,14 @@ def hashes(rng):
     yield {**by_hand, "pages": [0, 1, 2]}
     yield {**by_hand, "pages": [2, 0]}
     yield {**by_hand, "pages": [0, 1, 2], "prompt": 1}   # page after page is filled
-    for tokens, page_size, pages in (
-            ([5, 5], 1, [1]), ([5, 5], 1, [0, 0]), ([5, 7, 5, 7, 2, 1], 2, [0, 1, 2, 1, 0])):
+    for tokens, page_size, pages in SEQUENCES:
         yield {"call": "hash_of_page", "tokens": tokens, "page_size": page_size, "pages": pages}
     for page_size in 1, 2, 3, 5:
-        yield {"call": "hash_of_page", "tokens": [rng.randrange(3) for _ in range(15)],
-               "page_size": page_size, "prompt": rng.randint(1, 15),
-               "pages": sorted(rng.randrange(15 // page_size) for _ in range(5))}
+        tokens = [rng.randrange(3) for _ in range(15)]
+        prompt = rng.randint(1, 15)
+        pages = sorted(rng.randrange(15 // page_size) for _ in range(5))
+        yield {"call": "hash_of_page", "tokens": tokens, "page_size": page_size,
+               "prompt": prompt, "pages": pages}
 
 
 # --- e --------------------------------------------------------------------------------------------
@@ -247,7 +301,9 @@ def beginnings(rng):
     """Requests of which some first pages are found, in use by others or free."""
     yield {"call": "admit_after_look_up", "prompt": 9, "page_size": 4, "used": [],
            "free": [0, 1, 2], "cached": [2, 1]}
-    for page_size, prompt, generated in product((1, 2, 4), (1, 4, 5, 8), (0, 3)):
+    sizes, prompts, answers = (1, 2, 4), (1, 4, 5, 8), (0, 3)
+    for page_size, prompt, generated in product(sizes, prompts, answers):
+        request = {"prompt": prompt, "generated": generated, "page_size": page_size}
         full = (prompt + generated - 1) // page_size
         for number in {0, min(1, full), full}:
             found = rng.sample(range(20), number)
@@ -255,10 +311,10 @@ def beginnings(rng):
             found_free = [page for page in found if page not in used]
             new = pages_for(prompt + generated, page_size) - number
             for spare in new - 1, new, new + 2:
-                free = found_free + [*range(20, 20 + max(spare, 0))]
-                yield {"call": "admit_after_look_up", "prompt": prompt, "generated": generated,
-                       "page_size": page_size, "used": used, "free": rng.sample(free, len(free)),
-                       "cached": found}
+                others = range(20, 20 + max(spare, 0))
+                free = [*found_free, *others]
+                yield {"call": "admit_after_look_up", **request, "used": used,
+                       "free": rng.sample(free, len(free)), "cached": found}
 
 
 def passes(rng):
@@ -266,10 +322,11 @@ def passes(rng):
     for page_size in 1, 2, 3:
         for _ in range(8):
             prompt, generated = rng.randint(1, 9), rng.randint(0, 4)
-            start = rng.randint(0, prompt + generated - 1)
+            tokens = prompt + generated
+            start = rng.randint(0, tokens - 1)
+            end = rng.randint(start + 1, tokens)
             yield {"call": "cache_filled", "prompt": prompt, "generated": generated,
-                   "page_size": page_size, "start": start,
-                   "end": rng.randint(start + 1, prompt + generated)}
+                   "page_size": page_size, "start": start, "end": end}
     for known in [0], [1], [0, 1, 2]:   # equal prompts that were computed side by side
         yield {"call": "cache_filled", "prompt": 7, "generated": 0, "page_size": 2, "start": 0,
                "end": 6, "known": known}
