@@ -220,13 +220,24 @@ def rows_in_words(rows, letter):
 def words(value, digits=10):
     """A value as it is read: a plan as A1 B2, and floats with so many digits."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {words(each, digits)}" for key, each in value.items()) or "{}"
+        entries = [f"{key} {words(entry, digits)}" for key, entry in value.items()]
+        return ", ".join(entries) or "{}"
     if isinstance(value, list):
-        if value and all(isinstance(each, list) and len(each) == 2 and type(each[1]) is int
-                         and NAME.fullmatch(str(each[0])) for each in value):
+        if value and all(map(is_planned, value)):
             return " ".join(f"{name}{n}" for name, n in value)
-        return "[" + ", ".join(words(each, digits) for each in value) + "]"
-    return str(rounded(value, digits) if isinstance(value, float) else value)
+        entries = [words(entry, digits) for entry in value]
+        return "[" + ", ".join(entries) + "]"
+    if isinstance(value, float):
+        return str(rounded(value, digits))
+    return str(value)
+
+
+def is_planned(value):
+    """Whether a value is an entry of a plan: [a request's name, a number of tokens]."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    name, n = value
+    return type(n) is int and NAME.fullmatch(str(name)) is not None
 
 
 def rounded(value, digits):
@@ -262,25 +273,31 @@ def first_wrong(part, answers):
     return None
 
 
-def fault(part, answers, ended="", mine=lambda file, line: file):
+def fault(part, answers, ended="", name_of=lambda file, line: file):
     """
     None, or in one line what is wrong with a part, by its smallest case that fails: first the usual
     mistake that gives the same, if there is one.
 
-    mine: (file, line) -> how to call the file, if code that is judged stands there; else None
+    name_of: (file, line) -> how to call the file, if code that is judged stands there; else None
     """
     i = first_wrong(part, answers)
     if i is None:
         return None
-    call, *arguments = part["cases"][i].items()
-    case = case_in_words(dict(arguments))
-    what = f"{call[1]}, with {case}" if case else call[1]
+    what = call_in_words(part["cases"][i])
     if i >= len(answers):
         return f"{what}: {ended}"
-    because = name_of_mistake(part, answers, i)
+    mistake = name_of_mistake(part, answers, i)
     if "error" in answers[i]:
-        return because + error(what, answers[i]["error"], mine)
-    return f"{because}{what}: {both_values(part, answers[i]['value'], part['right'][i]['value'])}"
+        return mistake + error(what, answers[i]["error"], name_of)
+    values = both_values(part, answers[i]["value"], part["right"][i]["value"])
+    return f"{mistake}{what}: {values}"
+
+
+def call_in_words(case):
+    """The call of a case, which is its first entry, and its arguments."""
+    (_, call), *arguments = case.items()
+    arguments = case_in_words(dict(arguments))
+    return f"{call}, with {arguments}" if arguments else call
 
 
 RESULTS = "", "it returns", "shape and dtype", "the kind of what it returns"
@@ -361,20 +378,20 @@ def opening(sentence):
     return sentence.removesuffix(".") + ". "
 
 
-def error(what, raised, mine):
+def error(what, raised, name_of):
     """An error in a line, with the last line of the judged code on its way."""
-    said = f"{raised['type']}: {raised['says']}"
+    message = f"{raised['type']}: {raised['says']}"
     if raised["type"] == "NotImplementedError" and "is not written yet" in raised["says"]:
         return raised["says"]
     way = []
     for file, line, text in raised["way"]:
-        name = mine(file, line)
+        name = name_of(file, line)
         if name:
             way.append((name, line, text))
     file, line, text = way[-1] if way else ("the code", 0, "")
     place = f" ({file}, line {line}: {text.strip():.80})" if way else ""
     if raised.get("loading"):
-        return f"{file} cannot be imported: {said}{place}"
+        return f"{file} cannot be imported: {message}{place}"
     if not way:
-        return f"{what}: what it gives cannot be used: {said}"
-    return f"{what}: raises {said}{place}"
+        return f"{what}: what it gives cannot be used: {message}"
+    return f"{what}: raises {message}{place}"

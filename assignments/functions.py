@@ -40,11 +40,11 @@ class KitError(Exception):
 @cache
 def module_of(number, name):
     """A set's cases.py or calls.py."""
-    spec = importlib.util.spec_from_file_location(f"{name}_of_set{number}",
-                                                  HERE / f"set{number}/{name}.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    path = HERE / f"set{number}/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_of_set{number}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def parts_of(number):
@@ -54,7 +54,13 @@ def parts_of(number):
 
 def drawn(number, seed):
     """{part: cases}, drawn from a seed, as a child reads them."""
-    return json.loads(json.dumps(module_of(number, "cases").cases(random.Random(seed))))
+    cases = module_of(number, "cases").cases(random.Random(seed))
+    return through_json(cases)
+
+
+def through_json(value):
+    """A copy of a value, as it is when it has been written and read."""
+    return json.loads(json.dumps(value))
 
 
 @cache
@@ -65,12 +71,19 @@ def mistakes_of(number):
 
 def answers_to(number, cases):
     """What the code in this process gives, up to what a caller's alarm has stopped."""
-    calls, found = module_of(number, "calls"), []
-    for case in json.loads(json.dumps(cases)):   # a call may change what it gets
-        found.append(answer_and_prints(getattr(calls, case.pop("call")), **case))
-        if found[-1].get("error", {}).get("type") == "TimeoutError":
+    calls = module_of(number, "calls")
+    answers = []
+    for case in through_json(cases):   # a call may change what it gets
+        call = getattr(calls, case.pop("call"))
+        answers.append(answer_and_prints(call, **case))
+        if was_stopped(answers[-1]):
             break
-    return found
+    return answers
+
+
+def was_stopped(answer):
+    """Whether an alarm has ended the call."""
+    return "error" in answer and answer["error"]["type"] == "TimeoutError"
 
 
 class Held(io.StringIO):
@@ -89,29 +102,35 @@ def prints_held():
 
 def answer_and_prints(call, **arguments):
     """What a call gives, as child.answer says it; and what it prints, if it does: "printed"."""
-    with prints_held() as printed:
-        given = answer(call, **arguments)
-    if text := printed.getvalue():
-        given["printed"] = text
-    return given
+    with prints_held() as held:
+        result = answer(call, **arguments)
+    printed = held.getvalue()
+    if printed:
+        result["printed"] = printed
+    return result
 
 
-def with_prints(said, part, answers, most=10):
+def with_prints(message, part, answers, most=10):
     """What is wrong with code, and the first lines that it prints in the case that shows it."""
-    said = said.rstrip(".") + "."
+    message = message.rstrip(".") + "."
     i = first_wrong(part, answers)
-    lines = [cut(line) for line in answers[i].get("printed", "").splitlines()]
+    lines = answers[i].get("printed", "").splitlines()
     if not lines:
-        return said
-    more = ["..."] * (len(lines) > most)
-    return "\n  ".join([f"{said} In this case your code prints:", *lines[:most], *more])
+        return message
+    shown = [cut(line) for line in lines[:most]]
+    if len(lines) > most:
+        shown.append("...")
+    return "\n  ".join([f"{message} In this case your code prints:", *shown])
 
 
 class Mistaken(Sequence):
     """For each case what our code gives with a mistake, None where that is right; as asked for."""
 
     def __init__(self, number, edits, cases, right):
-        self.number, self.edits, self.cases, self.right = number, edits, cases, right
+        self.number = number
+        self.edits = edits
+        self.cases = cases
+        self.right = right
         self.known = {}
 
     def __len__(self):
@@ -122,23 +141,27 @@ class Mistaken(Sequence):
             self.give([i])
         return self.known[i]
 
-    def give(self, asked):
+    def give(self, numbers):
+        """Runs our code with the mistake on the cases of these numbers."""
+        cases = [self.cases[i] for i in numbers]
         with put_in(self.edits, kept={}):   # a mistake may keep something between calls
-            given = answers_to(self.number, [self.cases[i] for i in asked])
-        for i, said in zip(asked, given):
-            self.known[i] = None if alike(said, self.right[i]) else said
+            answers = answers_to(self.number, cases)
+        for i, mistaken in zip(numbers, answers):
+            self.known[i] = None if alike(mistaken, self.right[i]) else mistaken
 
 
 def record(number, part, cases, function=None):
     """What compare.fault needs of these cases of a part, or of one of its functions."""
     right = answers_to(number, cases)
-    if broken := [each["error"] for each in right if "error" in each]:
-        raise KitError(f"set {number}, part {part}: our code raises {broken[0]}")
-    mistakes = [mistake for mistake in mistakes_of(number)
-                if mistake.part == part and function in (None, mistake.function)]
-    return {"cases": cases, "right": right, "mistakes": named_once(
-        [mistake.sentence for mistake in mistakes],
-        [Mistaken(number, mistake.edits, cases, right) for mistake in mistakes])}
+    for result in right:
+        if "error" in result:
+            raise KitError(f"set {number}, part {part}: our code raises {result['error']}")
+    mistakes = [mistake for mistake in mistakes_of(number) if mistake.part == part]
+    if function is not None:
+        mistakes = [mistake for mistake in mistakes if mistake.function == function]
+    sentences = [mistake.sentence for mistake in mistakes]
+    gives = [Mistaken(number, mistake.edits, cases, right) for mistake in mistakes]
+    return {"cases": cases, "right": right, "mistakes": named_once(sentences, gives)}
 
 
 def named_once(sentences, gives):
@@ -157,45 +180,61 @@ def named_once(sentences, gives):
 # --- in this process ------------------------------------------------------------------------------
 
 @contextmanager
-def placed(name, mine):
-    """For the `with` block, `mine` takes the place of one of our functions."""
-    function = function_named(name)
-    given = ", ".join(inspect.signature(function).parameters)
-    called = "my_" + name.rpartition(":")[2].replace(".", "_")
-    with swapped(function, [("", f"return {called}({given})")], **{called: mine}):
+def placed(name, function):
+    """For the `with` block, a function takes the place of one of ours."""
+    ours = function_named(name)
+    arguments = ", ".join(inspect.signature(ours).parameters)
+    alias = "my_" + name.rpartition(":")[2].replace(".", "_")
+    with swapped(ours, [("", f"return {alias}({arguments})")], **{alias: function}):
         yield
 
 
-def wrong_parameters(mine, wanted):
+def wrong_parameters(function, wanted):
     """What is wrong with a function's parameters, in a sentence; None if it takes those wanted."""
+    signature = inspect.signature(function)
     try:
-        inspect.signature(mine).bind(*wanted)
+        signature.bind(*wanted)
     except TypeError:
-        head = f"def {mine.__name__}({', '.join(wanted)})"
-        few = len(inspect.signature(mine).parameters) < len(wanted)
+        head = f"def {function.__name__}({', '.join(wanted)})"
+        few = len(signature.parameters) < len(wanted)
         if wanted[0] == "self" and few:
             return f"A method's first parameter is `self`: {head}"
         return f"It is called with {len(wanted)} arguments: {head}"
     return None
 
 
-def fault_of(number, name, mine, file, around=None):
+def part_with(number, name):
+    """The part of a set that asks for a function, and the names of the function's calls."""
+    for part, (_, _, functions) in parts_of(number).items():
+        if name in functions:
+            return part, functions[name].split()
+    raise KeyError(f"no part of set {number} asks for {name}")
+
+
+def fault_of(number, name, function, file, around=None):
     """
-    What is wrong with `mine` in the place of one of our functions, and what it prints then; None if
-    it is right. around: a context in which it runs; ours does not
+    What is wrong with a function in the place of ours, and what it prints then; None if it is
+    right. around: a context in which it runs; ours does not
     """
-    if said := wrong_parameters(mine, [*inspect.signature(function_named(name)).parameters]):
-        return f"{said}."
-    part = next(part for part, (_, _, functions) in parts_of(number).items() if name in functions)
-    calls = parts_of(number)[part][2][name].split()
+    parameters = [*inspect.signature(function_named(name)).parameters]
+    message = wrong_parameters(function, parameters)
+    if message:
+        return f"{message}."
+    part, calls = part_with(number, name)
     cases = [case for case in drawn(number, "notebook")[part] if case["call"] in calls]
-    made = record(number, part, cases, name)
-    with around or nullcontext(), placed(name, mine):
+    reference = record(number, part, cases, name)
+    with around or nullcontext(), placed(name, function):
         answers = answers_to(number, cases)
-    made["cases"] = [{**case, "call": mine.__name__} for case in cases]   # as a reader calls it
-    said = fault(made, answers, mine=lambda where, line: "this cell" if where == file else None)
-    if said is None:
+    called = function.__name__   # as a reader calls it
+    reference["cases"] = [{**case, "call": called} for case in cases]
+
+    def name_of(path, line):
+        return "this cell" if path == file else None
+
+    message = fault(reference, answers, name_of=name_of)
+    if message is None:
         return None
-    if "super(): " in said:   # what Python says of it helps nobody
-        said = f"`super()` works only inside a class, so name the class that you mean. {said}"
-    return with_prints(said, made, answers)
+    if "super(): " in message:   # what Python says of it helps nobody
+        message = ("`super()` works only inside a class, so name the class that you mean. "
+                   f"{message}")
+    return with_prints(message, reference, answers)

@@ -101,7 +101,11 @@ def fault_of(function, calls, code, view="lambda result, *arguments: result", wi
         "cases": [case_of(name, names, arguments) for arguments in calls],
         "mistakes": mistaken(name, code, answers, right) if students != right else {}}
     file = function.__code__.co_filename
-    fault = compared(part, students, mine=lambda where, _: "this cell" if where == file else None)
+
+    def name_of(path, line):
+        return "this cell" if path == file else None
+
+    fault = compared(part, students, name_of=name_of)
     if fault is None and "head" in names:
         return wasted(function, ours, calls[0])
     return fault and with_prints(fault, part, students)

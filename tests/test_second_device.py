@@ -313,8 +313,12 @@ def fault_of(number, part, *edit):
     cases, right = few_cases(number, part)
     with put_in([edit]):
         answers = functions.answers_to(number, cases)
-    return compare.fault({"cases": cases, "right": right, "mistakes": {}}, answers, mine=lambda
-                         file, line: "yours.py" if file.endswith(", changed>") else None)
+
+    def name_of(file, line):
+        return "yours.py" if file.endswith(", changed>") else None
+
+    part = {"cases": cases, "right": right, "mistakes": {}}
+    return compare.fault(part, answers, name_of=name_of)
 
 
 @pytest.mark.parametrize("number, part, function, old, new", RIGHT_WAYS)
