@@ -325,18 +325,30 @@ def name_of_mistake(part, answers, i):
     """
     within = part.get("within", TOLERANCE)
     unexplained = {}   # mistake: in how many cases the answers differ from what it gives
+    few = len(answers) <= FEW
     for sentence, gives in part["mistakes"].items():
+        if few and is_refuted(gives, answers, part["right"], within):
+            continue
         if explains(gives, answers, i, within):
             unexplained[sentence] = differences(answers, gives, part["right"], within)
     if not unexplained:
         return ""
     best = min(unexplained, key=unexplained.get)
     least = unexplained[best]
-    if len(answers) > FEW:
+    if not few:
         wrong = differences(answers, part["right"], part["right"], within)
         if 2 * least >= wrong or (least and another_is_better(part, answers, unexplained, least)):
             return ""
     return opening(best.strip())
+
+
+def is_refuted(gives, answers, right, within):
+    """Whether the code is right in a case in which this mistake would be seen."""
+    for mistaken, answer, expected in zip(gives, answers, right):
+        fails = mistaken is not None and not alike(mistaken, expected, within)
+        if fails and alike(answer, expected, within):
+            return True
+    return False
 
 
 def explains(gives, answers, i, within):

@@ -52,7 +52,7 @@ source(MultiHeadAttention.forward)
 # handed to the model from outside, because every stage has its own. All of them compute attention:
 # a token's query meets the keys of the tokens that it may see, and their values are mixed.
 #
-# Is that so? The steps of the first block on a tensor of n rows, and on one of them alone:
+# Is that so? The parts of the first block on a tensor of n rows, and on one of them alone:
 
 # %%
 block = model.h[0]
@@ -175,7 +175,8 @@ source(KV.read)
 source(Alone.attend)
 
 # %% [markdown]
-# Without a cache, the forward pass for each new token computes a row more than the last. With it:
+# Without a cache, the forward pass for each new token computes a row more than the pass before it.
+# With a cache:
 
 # %%
 without, with_cache = (run(stage, [request]) for stage in ("unbatched, no cache", "unbatched"))

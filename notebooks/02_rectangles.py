@@ -156,7 +156,8 @@ with folded(), broken("static column positions"):
               f"{tokenizer.decode(of.tokens)!r}")
 
 # %% [markdown]
-# No error is raised, and the texts look no worse than the right ones.
+# No error is raised: every mask of the right shape is valid input, and the softmax makes weights of
+# whatever it leaves. And the texts look no worse than the right ones.
 #
 # ## Waste, first kind: padding
 #
@@ -201,8 +202,9 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 #
 # The way out is to ask at every step which requests are finished and which may start. The stage
 # *dynamic* does so. These two functions are all of its scheduling. (`kv_capacity` is the room that
-# a request needs at most: its prompt and its longest answer, less 1. The last token of an answer is
-# never computed: no token comes after it, so nobody needs its key.)
+# a request needs at most: its prompt and its longest answer, but for one token. The last token of an
+# answer is never computed: no token comes after it, so nobody needs its key. A prompt of 4 and an
+# answer of 9 need 4 + 9 - 1 = 12.)
 
 # %%
 source(still_running)
@@ -214,8 +216,9 @@ timelines([run("dynamic", eight, max_batch=4)], columns=1);
 # copied from there into a rectangle, left-padded as well, and the new tokens come after them.
 # (`plan` lists each request with the number of its new tokens. `starts` says how many of its tokens
 # are cached, and P is the longest of these; T is the largest number of new tokens. `head` puts the
-# past before the new keys, and `self.mask` hides the pads in both. The zeros are a precaution for
-# pads whose numbers have overflowed: you may skip these lines.)
+# past before the new keys, and `self.mask` hides the pads in both. The zeros (`new_zeros`, and
+# `masked_fill` with `hidden`) are a precaution for pads whose numbers have overflowed: you may skip
+# these lines.)
 
 # %%
 source(Rectangle.attend)

@@ -76,8 +76,9 @@ for step, plan in enumerate(plans(newcomers, token_budget=8)[:5]):
 #
 # So a request that is half done is the last that runs: nobody is admitted after it in the step that
 # cuts its prompt, nor in any later step until a step gives it all that is left of its prompt. The
-# requests before it need one token each, and come first. And there is one for each of them: each
-# was admitted with a token that the others left, so there are never more of them than tokens.
+# requests before it need one token each, and come first. The budget always has a token for each of
+# them: each was admitted with a token that the others left, so there are never more requests than
+# tokens.
 #
 # ## By hand
 #
@@ -109,7 +110,7 @@ three = letters(A=3, B=2, C=30, new=12)
 
 # %%
 ask("3.3: Prompts before decodes, 5 tokens a step, and C's prompt has 30. Of A's 12 tokens, how "
-    "many come later than with decodes first, and how many are other tokens? ([.., ..])", guess=...)
+    "many come later than with decodes first, and how many differ from those? ([.., ..])", guess=...)
 
 # %%
 with folded(), broken("prompts before decodes"):
@@ -255,7 +256,7 @@ with broken("pads written to the cache"):
 # ## What fusing costs
 #
 # A prompt of n tokens arrives, and B − 1 requests decode. All share one rectangle. How many pads
-# does the step compute?
+# does the step compute, among the new slots?
 
 # %% jupyter={"source_hidden": true}
 def pads(n, B):
@@ -324,8 +325,9 @@ counts(run_all(("dynamic", "chunked", "interleaved"), eight_requests(), max_batc
 # <details><summary>Answer</summary>
 #
 # With 4, chunks are at most 4 wide: only 34 slots and 534 keys are padding, but there are 36
-# passes. With 64 there are 17 passes, with 168 and 759. A narrow rectangle wastes less, and the
-# weights are read more often.</details>
+# passes. With 64 there are 17 passes, with 168 and 759. A narrow rectangle wastes less, but the
+# weights are read more often. (From 16 to 64, padding falls a little: then F's prompt is a single
+# chunk, in a single step.)</details>
 #
 # <details><summary>Claims of published texts that were met here</summary>
 #
