@@ -202,9 +202,9 @@ timelines([run("naive", eight, max_batch=4)], columns=1);
 #
 # The way out is to ask at every step which requests are finished and which may start. The stage
 # *dynamic* does so. These two functions are all of its scheduling. (`kv_capacity` is the room that
-# a request needs at most: its prompt and its longest answer, but for one token. The last token of an
-# answer is never computed: no token comes after it, so nobody needs its key. A prompt of 4 and an
-# answer of 9 need 4 + 9 - 1 = 12.)
+# a request needs at most: its prompt and its longest answer, but for one token. The last token of
+# an answer is never computed: no token comes after it, so nobody needs its key. A prompt of 4 and
+# an answer of 9 need 4 + 9 - 1 = 12.)
 
 # %%
 source(still_running)

@@ -110,7 +110,7 @@ three = letters(A=3, B=2, C=30, new=12)
 
 # %%
 ask("3.3: Prompts before decodes, 5 tokens a step, and C's prompt has 30. Of A's 12 tokens, how "
-    "many come later than with decodes first, and how many differ from those? ([.., ..])", guess=...)
+    "many come later than with decodes first, and how many differ? ([.., ..])", guess=...)
 
 # %%
 with folded(), broken("prompts before decodes"):
