@@ -25,20 +25,28 @@ TENSORS = "tokens", "positions", "mask"
 
 def static_batch(requests, context_length=24):
     """What lay_out sets in each pass until all have finished. The generated tokens are 1, 2, ..."""
-    everybody, seen = requests_of(requests, context_length), {}
+    everybody = requests_of(requests, context_length)
     batch = StaticBatch(everybody, None)
-    for number in range(max(each.max_new_tokens for each in everybody)):
-        found = layout_of(batch, *TENSORS, "wanted", "starts", context_length=context_length)
-        seen |= {f"pass {number}, {what}": value for what, value in found.items()}
-        for each, n in batch.plan:
-            each.computed += n
-            each.generated += [len(each.generated) + 1][:n]
-            if each.is_last(len(each.generated)):
-                each.finish_reason = "length"
-        if all(each.finished for each in everybody):
+    layouts = {}
+    for number in range(max(one.max_new_tokens for one in everybody)):
+        layout = layout_of(batch, *TENSORS, "wanted", "starts", context_length=context_length)
+        for name, value in layout.items():
+            layouts[f"pass {number}, {name}"] = value
+        for one, n in batch.plan:
+            compute(one, n)
+        if all(one.finished for one in everybody):
             break
         batch.add_columns()
-    return seen
+    return layouts
+
+
+def compute(one, n):
+    """A pass for n of a request's tokens, without a model."""
+    one.computed += n
+    if n > 0:
+        one.generated += [len(one.generated) + 1]
+    if one.is_last(len(one.generated)):
+        one.finish_reason = "length"
 
 
 def static_batch_on_a_device():
@@ -48,8 +56,10 @@ def static_batch_on_a_device():
 
 def append(prompt, new, context_length, tokens, eos_token=None):
     """With one token after the other, until it is finished."""
-    one, = requests_of([{"prompt": prompt, "new": new, "eos_token": eos_token}], context_length)
-    before, returned = facts_of([one]), None
+    row = {"prompt": prompt, "new": new, "eos_token": eos_token}
+    one, = requests_of([row], context_length)
+    before = facts_of([one])
+    returned = None
     for token in tokens:
         if not one.finished:
             one.computed = len(one.tokens)
@@ -59,26 +69,29 @@ def append(prompt, new, context_length, tokens, eos_token=None):
 
 def admit(waiting, running, step, max_batch):
     everybody = requests_of(running + waiting)
-    now, later = everybody[:len(running)], everybody[len(running):]
-    fill([(each, 0) for each in now])
+    now = everybody[:len(running)]
+    later = everybody[len(running):]
+    fill([(one, 0) for one in now])
     before = facts_of(everybody)
-    found = generate_dynamic.admit(list(later), list(now), step, max_batch)
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
-        return found
-    return {"waiting": found[0], "running": found[1], **changes_of(everybody, before)}
+    returned = generate_dynamic.admit(list(later), list(now), step, max_batch)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        return returned
+    return {"waiting": returned[0], "running": returned[1], **changes_of(everybody, before)}
 
 
 def still_running(running):
     requests = requests_of(running)
-    fill([(each, 0) for each in requests])
+    fill([(one, 0) for one in requests])
     before = facts_of(requests)
     others = generate_dynamic.still_running(list(requests))
-    return others if others is None else {"the others": others, **changes_of(requests, before)}
+    if others is None:
+        return None
+    return {"the others": others, **changes_of(requests, before)}
 
 
 def lay_out(names, rows):
     plan = plan_of(rows)
-    requests = [each for each, _ in plan]
+    requests = [one for one, _ in plan]
     before = facts_of(requests)
     return {**layout_of(Rectangle(plan), *names), **changes_of(requests, before)}
 
@@ -93,7 +106,9 @@ class LaidOut(Rectangle):
     """As parts d, e and g have to set it."""
 
     def __init__(self, plan, P, T, mask, device=None):
-        self.plan, self.starts, self.P = plan, [request.computed for request, _ in plan], P
+        self.plan = plan
+        self.starts = [request.computed for request, _ in plan]
+        self.P = P
         self.tokens = self.positions = torch.zeros(len(plan), T, dtype=torch.long)
         self.mask = torch.tensor(mask, device=device)[:, None, None]
 
@@ -107,21 +122,23 @@ def attend(rows, P, T, mask, heads, size):
 
 def attend_on_a_device():
     """After a pass for what is computed."""
-    def made(device):
-        request, = requests_of([{"prompt": 3}])
-        cache_for(request)
-        for request.computed in 0, 2:
-            n = 2 - request.computed // 2
-            batch = LaidOut([(request, n)], request.computed, n, [[True] * (n + request.computed)],
-                            device)
-            out = batch.attend(0, *(numbers(i, 1, 2, n, 3).to(device) for i in range(3)))
+    def attend_twice(device):
+        one, = requests_of([{"prompt": 3}])
+        cache_for(one)
+        for computed, n in (0, 2), (2, 1):
+            one.computed = computed
+            mask = [[True] * (computed + n)]
+            batch = LaidOut([(one, n)], computed, n, mask, device)
+            q, k, v = (numbers(i, 1, 2, n, 3).to(device) for i in range(3))
+            out = batch.attend(0, q, k, v)
         return SimpleNamespace(output=out)
 
-    return on_second_device(made, "output")
+    return on_second_device(attend_twice, "output")
 
 
 def indices_due(plan):
     pairs = plan_of(plan)
-    requests = [each for each, _ in pairs]
+    requests = [one for one, _ in pairs]
     before = facts_of(requests)
-    return {"it returns": request.indices_due(pairs), **changes_of(requests, before)}
+    returned = request.indices_due(pairs)
+    return {"it returns": returned, **changes_of(requests, before)}

@@ -48,48 +48,80 @@ def schedule(step, running, waiting, **limits):
         except (NotImplementedError, RecursionError):   # are RuntimeErrors, too
             raise
         except RuntimeError as error:
-            return "a RuntimeError that names " + (" and ".join(
-                each.name for each in requests if str(each) in str(error)) or f"nobody ({error})")
+            return f"a RuntimeError that names {named_in(error, requests)}"
 
-    found = in_queue(queue, running, waiting, call)
-    return {**found, "in turn it calls": queue.asked, "token_budget": queue.token_budget}
+    changes = in_queue(queue, running, waiting, call)
+    return {**changes, "in turn it calls": queue.asked, "token_budget": queue.token_budget}
+
+
+def named_in(error, requests):
+    """The requests whose names are in an error's message, in words."""
+    names = [request.name for request in requests if str(request) in str(error)]
+    return " and ".join(names) or f"nobody ({error})"
 
 
 def run(requests, **limits):
     """The plan of each step until all have finished. Each finishes with its last token."""
-    queue, plans = Hooked(**limits), {}
+    queue = Hooked(**limits)
     queue.waiting.extend(requests_of(requests))
+    plans = {}
     for step in range(200):
         if not queue.waiting and not queue.running:
             return plans
-        plans[f"the plan of step {step}"] = queue.schedule(step)
-        for each, n in plans[f"the plan of step {step}"]:
-            each.computed += n
-            each.generated += [1] * int(each.todo == 0)
-        queue.running = [each for each in queue.running if not (
-            each.generated and each.is_last(len(each.generated)))]
+        plan = queue.schedule(step)
+        plans[f"the plan of step {step}"] = plan
+        for one, n in plan:
+            compute(one, n)
+        queue.running = [one for one in queue.running if not has_its_last(one)]
     return "it does not end"
+
+
+def compute(one, n):
+    """A pass for n of a request's tokens, without a model."""
+    one.computed += n
+    if one.todo == 0:
+        one.generated += [1]
+
+
+def has_its_last(one):
+    number = len(one.generated)
+    return number > 0 and one.is_last(number)
 
 
 def admit(max_kv_tokens, running, waiting, times=1):
     """times: so often the first is admitted, after those that ran have left."""
-    queue, found = Scheduler(40, 64, max_kv_tokens), []
-    for _ in range(times):
-        found.append(in_queue(queue, running, waiting, lambda _: queue.admit(queue.waiting[0])))
-    return found[0] if times == 1 else found
+    queue = Scheduler(40, 64, max_kv_tokens)
+
+    def call(requests):
+        return queue.admit(queue.waiting[0])
+
+    changes = [in_queue(queue, running, waiting, call) for _ in range(times)]
+    return changes[0] if times == 1 else changes
 
 
 def release(running, waiting):
-    queue, freed = Scheduler(40, 64), []
-    free = queue.free
-    queue.free = lambda each: freed.append(each.name) or free(each)
-    found = in_queue(queue, running, waiting, lambda _: queue.release())
-    return {**found, "free is called for": sorted(freed)}
+    queue = Scheduler(40, 64)
+    original_free = queue.free
+    freed = []
+
+    def noted_free(request):
+        freed.append(request.name)
+        return original_free(request)
+
+    queue.free = noted_free
+    changes = in_queue(queue, running, waiting, lambda _: queue.release())
+    return {**changes, "free is called for": sorted(freed)}
 
 
 def advance(plan, tokens):
-    pairs, given = plan_of(plan), list(tokens)
-    requests, copy = [each for each, _ in pairs], list(pairs)
-    before = facts_of(requests)
-    return {"it returns": request.advance(pairs, given), **changes_of(requests, before),
-            "plan and tokens are unchanged": (pairs, given) == (copy, tokens)}
+    pairs = plan_of(plan)
+    pairs_before = list(pairs)
+    new_tokens = list(tokens)
+    requests = [one for one, _ in pairs]
+    facts_before = facts_of(requests)
+    returned = request.advance(pairs, new_tokens)
+    return {
+        "it returns": returned,
+        **changes_of(requests, facts_before),
+        "plan and tokens are unchanged": pairs == pairs_before and new_tokens == tokens,
+    }
