@@ -57,32 +57,54 @@ def head_on_a_device():
 
 def cache(capacity, calls, lead=(), dtype="float64"):
     """calls: ["write", layer, start, n] or ["read", layer, end]. What each of them gives."""
-    kv, other, said = KV(capacity), KV(capacity), {}
+    kv, other = KV(capacity), KV(capacity)
+    answers = {}
     for i, (name, layer, *sizes) in enumerate(calls):
         call = f"call {i}, {name}({layer!r}, {', '.join(map(str, sizes))})"
         if name == "read":
-            found = kv.read(layer, *sizes)
-            said[call] = {"shapes and dtypes": kind_of(found)}
-            if isinstance(found, tuple) and all(map(torch.is_tensor, found)):
-                said[call] |= {"keys and values": [each.tolist() for each in found], "views": [
-                    each.data_ptr() == buffer[layer].data_ptr()
-                    for each, buffer in zip(found, (kv.k, kv.v))]}
-            continue
-        start, n = sizes
-        shape = *lead, n, 2 + len(lead)
-        new = torch.arange(0.1, torch.Size(shape).numel(), dtype=getattr(torch, dtype))
-        new = 100 * i + new.view(shape)
-        k, v = new.clone(), new + 0.5
-        buffer = kv.k.get(layer)
-        try:
-            returned = kv.write(layer, start, k, v)
-        except ValueError:
-            returned = "ValueError"
-        other.write(layer, 0, 0 * k[..., :1, :], 0 * v[..., :1, :])   # which changes nothing in kv
-        said[call] = {"it returns": returned, "it changes k or v": bool((k != new).any()) or bool(
-            (v != new + 0.5).any()), "new buffer": buffer is not None and buffer is not kv.k[layer]}
-        k.zero_(), v.zero_()   # it has its own
-    return {**said, "the capacity becomes": kv.capacity}
+            answers[call] = read(kv, layer, *sizes)
+        else:
+            start, n = sizes
+            keys = 100 * i + keys_of((*lead, n, 2 + len(lead)), dtype)
+            answers[call] = write(kv, other, layer, start, keys)
+    return {**answers, "the capacity becomes": kv.capacity}
+
+
+def keys_of(shape, dtype):
+    numel = torch.Size(shape).numel()
+    return torch.arange(0.1, numel, dtype=getattr(torch, dtype)).view(shape)
+
+
+def read(kv, layer, end):
+    pair = kv.read(layer, end)
+    answer = {"shapes and dtypes": kind_of(pair)}
+    if isinstance(pair, tuple) and all(map(torch.is_tensor, pair)):
+        answer["keys and values"] = [tensor.tolist() for tensor in pair]
+        answer["views"] = [
+            tensor.data_ptr() == buffers[layer].data_ptr()
+            for tensor, buffers in zip(pair, (kv.k, kv.v))]
+    return answer
+
+
+def write(kv, other, layer, start, keys):
+    """Writes to kv; then one token to another cache, which changes nothing in kv."""
+    k = keys.clone()
+    v = keys + 0.5
+    old_buffer = kv.k.get(layer)
+    try:
+        returned = kv.write(layer, start, k, v)
+    except ValueError:
+        returned = "ValueError"
+    other.write(layer, 0, 0 * k[..., :1, :], 0 * v[..., :1, :])
+    k_changed = bool((k != keys).any())
+    v_changed = bool((v != keys + 0.5).any())
+    answer = {
+        "it returns": returned,
+        "it changes k or v": k_changed or v_changed,
+        "new buffer": old_buffer is not None and old_buffer is not kv.k[layer],
+    }
+    k.zero_(), v.zero_()   # kv has its own
+    return answer
 
 
 def lay_out(requests, caches):
