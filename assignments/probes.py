@@ -32,8 +32,9 @@ def requests_of(rows, context_length=24):
 
 def tokens_of(tokens, i):
     """So many token ids from 1 to 12, or those that are given."""
-    return list(tokens) if isinstance(tokens, list) else [
-        (7 * i + 3 * j * j + j) % 12 + 1 for j in range(tokens)]
+    if isinstance(tokens, list):
+        return list(tokens)
+    return [(7 * i + 3 * j * j + j) % 12 + 1 for j in range(tokens)]
 
 
 def plan_of(rows, context_length=24):
@@ -69,20 +70,32 @@ def fill(plan, heads=2, size=3):
 
 def facts_of(requests):
     """What is known of requests, [{name: value}, ...]; of a cache its size, of pages how many."""
-    return [{"prompt": [*request.prompt], "generated": [*request.generated],
-             "computed": request.computed, "max_new_tokens": request.max_new_tokens,
-             "finish_reason": request.finish_reason, "arrival": request.arrival,
-             "cache": cache_of(request, requests), "page_hashes": len(request.page_hashes),
-             "pages": len(request.block_table) if isinstance(request.block_table, list) else
-             str(request.block_table)}
-            for request in requests]
+    return [facts_of_one(request, requests) for request in requests]
+
+
+def facts_of_one(request, requests):
+    table = request.block_table
+    return {
+        "prompt": [*request.prompt],
+        "generated": [*request.generated],
+        "computed": request.computed,
+        "max_new_tokens": request.max_new_tokens,
+        "finish_reason": request.finish_reason,
+        "arrival": request.arrival,
+        "cache": cache_of(request, requests),
+        "page_hashes": len(request.page_hashes),
+        "pages": len(table) if isinstance(table, list) else str(table),
+    }
 
 
 def changes_of(requests, before):
     """What is no longer as it was when facts_of gave `before`."""
-    return {f"{request.name}'s {name} becomes": new[name]
-            for request, old, new in zip(requests, before, facts_of(requests))
-            for name in old if new[name] != old[name]}
+    changes = {}
+    for request, old, new in zip(requests, before, facts_of(requests)):
+        for name in old:
+            if new[name] != old[name]:
+                changes[f"{request.name}'s {name} becomes"] = new[name]
+    return changes
 
 
 def in_queue(queue, running, waiting, call):
@@ -210,10 +223,11 @@ def seen_of(batch):
 
 def plan_in(batch):
     """The plan, and how far its requests have come: a pass that is laid out changes neither."""
-    return {"the plan": [[request, n] for request, n in batch.plan], **{
-        f"{request.name}'s lengths of prompt and answer, and computed": [
-            len(request.prompt), len(request.generated), request.computed]
-        for request, _ in batch.plan}}
+    facts = {"the plan": [[request, n] for request, n in batch.plan]}
+    for request, _ in batch.plan:
+        progress = [len(request.prompt), len(request.generated), request.computed]
+        facts[f"{request.name}'s lengths of prompt and answer, and computed"] = progress
+    return facts
 
 
 def layout_of(batch, *names, context_length=24):
