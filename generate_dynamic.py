@@ -2,7 +2,8 @@
 Stage 2: dynamic batching. The field calls it *continuous batching*: requests come and go each step.
 
 A finished request leaves at once, and a waiting one takes its place: iteration-level scheduling, in
-Orca's words. (Triton's "dynamic batching" is another thing: it groups queued requests.)
+Orca's words. (NVIDIA's Triton Inference Server calls another thing "dynamic batching": it groups
+queued requests.)
 
 The batch is rebuilt at every step, so the cache can no longer belong to the batch: each request has
 its own, and the layout `Rectangle` gathers them. Prompts and decodes differ in width, so a step has

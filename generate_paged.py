@@ -43,7 +43,8 @@ def paged_attention(q, k_pages, v_pages, query_start_loc, seq_lens, block_table)
     What a kernel computes for all requests in one launch, without this loop (beyond/kernel.py).
     Returns q's shape.
 
-    q:                (..., nh, N, hs)  queries of the new tokens; a Llama's have a group axis
+    q:                (..., nh, N, hs)  queries of the new tokens. `...` is empty here; in
+                      a Llama (docs/llama.md) it is one axis: the query heads that share keys
     k_pages, v_pages: (nh, pages, page_size, hs)  the pool; the new keys are in it already
     query_start_loc:  (B + 1,)  request i owns new tokens query_start_loc[i] to [i + 1] - 1
     seq_lens:         (B,)  keys of each request

@@ -15,8 +15,8 @@ decodes first, yet no decode ever waits for a prompt. Above, step by step:
     D gets tokens, so A, B and C left some: each got all it needs, and from now on needs one a step;
     D gets fewer than the 6 it needs, so it uses up the budget, and nobody is admitted after it;
     until D is complete, each step repeats this: D stays the last, and A, B and C are served first;
-    one token for each is always there: a request is admitted only if the others that run leave it a
-    token, so at most 8 requests run.
+    a request is admitted only if the others that run leave it a token. So at most 8 requests run,
+    and the budget of 8 always has one token for each.
 
 (vLLM V1 has this loop, too.)
 

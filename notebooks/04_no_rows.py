@@ -79,7 +79,8 @@ print("tokens:", tuple(stream.ids.shape), " cu_seqlens:", stream.batch.cu_seqlen
 # %% [markdown]
 # `starts` says how many tokens of each request are cached, `ends` how many it has with the new
 # ones. `tril(start)` is the causal rule with a past: a request's new token number i sees its keys 0
-# to start + i. This is the mask's code, and what a step sees with it:
+# to start + i, so row i of its block keeps the columns 0 to start + i. This is the mask's code, and
+# what a step sees with it:
 
 # %%
 source(Flat.block_diagonal)
@@ -147,7 +148,8 @@ with folded():
 #
 # Write the attention that skips. `q` holds the queries of all requests, `(heads, N, features)`.
 # `caches[i]` is `(keys, values)` of request i alone, each `(heads, S_i, features)`, its new tokens
-# already among them. `head(q, k, v)` returns the output; it adds the causal rule.
+# already among them. `head(q, k, v)` returns the output; it adds the causal rule, and takes the
+# queries for those of the last tokens among the keys.
 
 # %% tags=["exercise"]
 @exercise

@@ -133,8 +133,8 @@ three = letters(A=6, B=6, C=6, new=16)
 
 # %%
 ask("5.3: Three requests have prompts of 6 tokens and long answers, and share 9 pages of 4 tokens. "
-    "In which step is the first one preempted, and how many tokens does it compute in the step in "
-    "which it returns? (two numbers: [.., ..])", guess=...)
+    "In which step is a request preempted for the first time, and how many tokens does it compute "
+    "in the step in which it returns? (two numbers: [.., ..])", guess=...)
 
 # %%
 with folded():
@@ -150,9 +150,10 @@ with folded():
 # could be: the first in the queue is now the request that has just lost its pages, and no other
 # overtakes it. Say that it gave back 4 pages. This happened because fewer pages were free than
 # somebody needed, so that one takes all of those and at least one of the 4. Fewer than 4 are left,
-# and the request needs 4 or more to come back, for it still has all of its tokens. The rule matters
-# with the prefix cache, below: there the request may find pages that others hold. Then it needs
-# fewer pages than it gave back, and would come back at once.
+# and the request needs 4 or more to come back, for it still has all of its tokens. (Or it asked
+# itself, as H did at step 11. Then it needs all that it gave back, all that was free, and more.)
+# The rule matters with the prefix cache, below: there the request may find pages that others hold.
+# Then it needs fewer pages than it gave back, and would come back at once.
 #
 # **Turn this knob.** Above, eight requests share 39 pages. Give them 20, and then 52. Predict
 # first: how many preemptions are there, and does it still take fewer steps than reserving 156
@@ -346,7 +347,8 @@ ask("5.8: Now B finishes, too. In which order will the six pages be taken? (a li
 #
 # A request is done with its block table. `ref_count[page]` is the number of tables that a page is
 # in, and `free_queue`, a deque, has the free pages in the order in which they will be taken. Change
-# both, and leave `table` as it is. `hash_of`, a dict, has the pages that can be found.
+# both, the count first, and leave `table` as it is. `hash_of`, a dict, has the pages that can be
+# found.
 
 # %% tags=["exercise"]
 @exercise

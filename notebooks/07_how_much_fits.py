@@ -80,9 +80,9 @@ ask("7.4: And how many with pages of 16 tokens, if each holds 1,000?", guess=...
 # ### Your turn
 #
 # Write it down for any model. The first `shared` tokens of all prompts may be the same, such as a
-# system prompt. With a prefix cache their *full* pages are kept once. (`memory` is the whole GPU's,
-# of which not all is left. `shared` is less than `tokens`. If the weights do not fit, or not even
-# the common pages, no request fits: 0.)
+# system prompt. With a prefix cache their *full* pages are kept once. (`memory` is the whole GPU's:
+# take 0.9 of it, and 0.5 · 10⁹ bytes less, as above. `shared` is less than `tokens`. If the weights
+# do not fit, or not even the common pages, no request fits: 0.)
 
 # %% tags=["exercise"]
 @exercise

@@ -56,7 +56,8 @@ from scheduler import Scheduler
 # 2. Then newcomers get the rest. The first of `self.waiting` moves to the end of `self.running` as
 #    long as
 #    - some of the budget is left, and fewer than `max_batch` requests run;
-#    - it has arrived: `self.arrived(step)`, which looks at the first of `self.waiting`;
+#    - it has arrived: `self.arrived(step)`, which looks at the first of `self.waiting` (False if
+#      nobody waits);
 #    - `self.admit(request)` returns True. That gives it memory. So ask this last: a request that
 #      has memory must start.
 #
@@ -123,7 +124,7 @@ judge(1, schedule, advance)
 # `advance`: first collect the requests that are due; then add every n; then `append` the
 # tokens.</details>
 #
-# Your scheduler serves. This is the loop that calls it, of the stage *ragged*: it stays as it is.
+# Your scheduler serves: *chunked*, and also *ragged*, whose loop you see here. It stays as it is.
 
 # %%
 source(generate_ragged.generate)
@@ -221,8 +222,9 @@ judge(2, lay_out, attend, attend_varlen)
 #   too few are free, it preempts `self.victim()`, the *last* request that runs. If that was the
 #   request that asks, it returns False, and takes no page. Otherwise it returns True.
 # - `preempt` takes a request out of `self.running`, the list itself, through which `schedule` is
-#   walking, and puts it at the front of `self.waiting`. Its pages are free (`self.free(request)`),
-#   its `computed` is 0, its tokens stay, and `self.pool.counts["preemptions"]` is one more.
+#   walking, and puts it at the front of `self.waiting`. Its pages are free, and its table is None:
+#   `self.free(request)` does both. Its `computed` is 0, its tokens stay, and
+#   `self.pool.counts["preemptions"]` is one more.
 #
 # In the judge's sentences, `pages 7` is a pool of 7 pages, and `A (..., pages 2)` is a request
 # which holds 2 of them. "A's pages" says how many pages A's table has; None: it has no table.
@@ -278,7 +280,10 @@ source(PrefixPool.share)
 source(PrefixPool.register)
 
 # %% [markdown]
-# - `free`, of the pool: the table's pages are in one table less, the *last* page first. Those in no
+# The first function is the pool's, so `self` is the pool. The other three are the scheduler's:
+# `self.pool` is the pool, and one calls another as `self.hash_of_page(request, i)`.
+#
+# - `free`: the table's pages are in one table less, the *last* page first. Those in no
 #   other are free. A page that can be found (it is in `self.hash_of`) goes to the end of the queue;
 #   one that nobody can find goes to its front. It returns nothing.
 # - `hash_of_page` returns the hash of the request's i-th page, which is full. A hash covers the
@@ -288,9 +293,9 @@ source(PrefixPool.register)
 # - `admit`, in this order:
 #   1. It looks for the request's full pages from the beginning on: `self.pool.find`, with the
 #      hashes of all full pages *before its last token*, which is always computed.
-#   2. If there are not enough free pages for the others, it returns False and changes nothing. A
-#      found page that is free will leave the queue as well: with 3 free pages, 2 of them found, and
-#      2 more needed, it returns False.
+#   2. If there are not enough free pages for the others, it returns False and changes nothing
+#      but `page_hashes`. A found page that is free will leave the queue as well: with 3 free pages,
+#      2 of them found, and 2 more needed, it returns False.
 #   3. Its table begins with the found pages (`self.pool.share`); the others come from `make_room`.
 #   4. `request.computed` says how many tokens were found. It returns True.
 # - `cache_filled(request, start, end)` is called when the tokens `start` to `end - 1` are planned.

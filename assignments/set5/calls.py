@@ -321,14 +321,17 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     pool.free_queue = OrderedDict.fromkeys(free)
     pool.ref_count = [int(page in used) for page in range(40)]
     page_of = dict(enumerate(cached))   # the stand-in for a page's hash is its number
-    asked = []
+    hashed = []      # pages of which a hash was made
+    looked_up = []   # pages that `find` was asked for
 
     def hash_of_page(request, i):
-        asked.append(i)
+        hashed.append(i)
         return i
 
     def find(hashes):
-        pages = [page_of.get(digest) for digest in hashes]   # all of them: it may be an iterator
+        hashes = list(hashes)   # it may be an iterator
+        looked_up.extend(hashes)
+        pages = [page_of.get(digest) for digest in hashes]
         if None in pages:
             return pages[:pages.index(None)]
         return pages
@@ -341,8 +344,11 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
     before = facts_of([request])
     queue.waiting.append(request)
     admitted = queue.admit(request)
-    last_page = (prompt + generated - 1) // page_size   # its last token has to be computed
-    too_far = [f"page {i}" for i in asked if i >= last_page]
+    # Its last token has to be computed. And a page that is not full has no hash.
+    last_page = (prompt + generated - 1) // page_size
+    full_pages = (prompt + generated) // page_size
+    too_far = [f"page {i}" for i in looked_up if isinstance(i, int) and i >= last_page]
+    too_far += [f"the hash of page {i}" for i in hashed if i >= full_pages]
     result = {
         "it returns": admitted,
         "block table": request.block_table,
@@ -351,7 +357,7 @@ def admit_after_look_up(prompt, page_size, used, free, cached, generated=0):
         "waiting": queue.waiting,
         "free queue": [*pool.free_queue],
         "pages that are counted once more": counted_more(pool, used),
-        "it asks for the hash of": too_far or "pages that may be found"}
+        "it looks for": too_far or "pages that may be found"}
     if not admitted:
         page_of.clear()
         pool.free_queue.update(dict.fromkeys(range(20, 40)))
