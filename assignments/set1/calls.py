@@ -41,6 +41,7 @@ def forward(T, S, hs, lead=(), past=None, mask=None, seed=0, scale=1, dtype="flo
     arguments = given(q, k, v)
     before = {name: each.clone() for name, each in arguments.items()}
     head(*[torch.ones_like(q)] * 5)   # of which it remembers nothing
+    head(**{name: ~each if name == "mask" else each for name, each in arguments.items()})   # nor
     out = head(**arguments)
     found |= {"shape and dtype of the output": kind_of(out), "arguments that it changes": [
         name for name in before if not torch.equal(arguments[name], before[name])]}

@@ -30,6 +30,9 @@ def attention(rng):
                 "seed": i,
             }
     yield {"call": "forward", "T": 2, "S": 4, "hs": 3, "dtype": "float32"}
+    # the keys that are seen have scores far below -10,000, and a hidden one has not
+    yield {"call": "forward", "T": 1, "S": 3, "hs": 1, "mask": [True, True, False], "scale": 200,
+           "seed": 67}
     yield {"call": "head_on_a_device"}
     for mask in None, [False, False, True]:
         yield {"call": "forward", "T": 2, "S": 3, "hs": 4, "past": 1, "mask": mask}

@@ -111,6 +111,9 @@ def layouts(rng, names):
     yield {"call": "layout_on_a_device", "names": names}
     for rows in plans(rng, EXAMPLE):
         yield {"call": "lay_out", "names": names, "rows": rows}
+    # together wider than the context
+    long = [{"prompt": 18, "generated": 2, "computed": 19, "n": 1}, {"prompt": 20, "n": 20}]
+    yield {"call": "lay_out", "names": names, "rows": long}
 
 
 def attentions(rng):

@@ -125,8 +125,11 @@ def admissions(rng):
         yield admission(rng, prompts)
     b = {"prompt": 8, "new": 3, "generated": 1, "computed": 8}
     d = {"prompt": 1, "new": 2}
-    for most in 9, 16:
+    for most in 9, 11, 12, 16:   # b may take 10 tokens, and d 2
         yield {"call": "admit", "max_kv_tokens": most, "running": [b], "waiting": [d]}
+    long = {"prompt": 8, "new": 30, "generated": 3, "computed": 10}   # it may take 24: the context
+    for most in 25, 26:
+        yield {"call": "admit", "max_kv_tokens": most, "running": [long], "waiting": [d]}
     yield {"call": "admit", "max_kv_tokens": 12, "running": [], "waiting": [b], "times": 3}
 
 

@@ -54,8 +54,9 @@ def packed_rows(rng):
     for number in 5, 6, 8, 12:
         lists.append(random_lengths(rng, number, 9))
     by_hand = [5, 7, 2, 9], [4], [1, 6]
+    alike = [5, 7, 2, 9, 1, 1], [4, 6], [4, 6], [4]   # three of one beginning, in one row
     yield {"call": "packed_on_a_device"}
-    for prompts in *lists, by_hand:
+    for prompts in *lists, by_hand, alike:
         yield {"call": "packed", "prompts": [{"prompt": prompt} for prompt in prompts]}
 
 
