@@ -158,8 +158,8 @@ source(generate_ragged.generate)
 # `head(q, k, v)` computes attention, and applies the causal rule. It takes the queries for those of
 # the *last* tokens: with 2 queries and 7 keys, the first query sees keys 0 to 5, the second 0 to 6.
 # So give it the queries of one request and all of that request's keys. Then put the outputs one
-# behind the other, as the tokens stand in the stream. (Our own code has a second way beside
-# `attend_varlen`, with a mask.)
+# behind the other, as the tokens stand in the stream. The output has q's dtype. (Our own code has a
+# second way beside `attend_varlen`, with a mask.)
 #
 # In the judge's sentences, `rows` are the requests of the plan, with n new tokens each. Outputs are
 # rounded to three digits, and said by token (of the request's new ones) and head. `layer 3` is a

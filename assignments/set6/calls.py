@@ -1,4 +1,5 @@
 """Set 6: runs one function on a case, and returns what it gives and changes."""
+import copy
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
@@ -164,6 +165,15 @@ def generate(requests, rights=None, page_size=24, **knobs):
         facts[f"steps of {request.name}'s tokens"] = request.token_steps
     facts["guesses left behind"] = [request.assumed for request in served]
     return facts
+
+
+def generate_on_a_device(requests):
+    """The tokens, from a model on a device that is not the CPU."""
+    from second_device import DEVICE, second_device
+    served = requests_of(requests)
+    with second_device():
+        speculative.generate(copy.deepcopy(model()).to(DEVICE), served, page_size=4)
+    return {request.name: request.generated for request in served}
 
 
 def answers_alone(requests):

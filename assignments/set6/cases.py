@@ -8,7 +8,9 @@ PARTS = {   # points, what it is about, {function: its calls}
     "a": (4, "prompt lookup", {f"{ESSAY}Lookup.guess": "guess guess_often guess_for_two"}),
     "b": (3, "room for guesses", {f"{ESSAY}draft": "draft"}),
     "c": (6, "one pass, several tokens", {
-        f"{ESSAY}{name}": "generate" for name in ("lay_out", "next_round", "generate")})}
+        f"{ESSAY}lay_out": "generate generate_on_a_device",
+        f"{ESSAY}next_round": "generate",
+        f"{ESSAY}generate": "generate"})}
 DECODE = {"prompt": 4, "generated": 1, "computed": 4, "n": 1}
 
 
@@ -128,6 +130,7 @@ def runs_with_the_lookup(rng):
     repeated = {"prompt": [1, 2, 3, 1, 2, 3], "new": 9}
     yield {"call": "generate", "requests": [repeated], "guesses": 0}
     yield {"call": "generate", "requests": [repeated], "guesses": 4}
+    yield {"call": "generate_on_a_device", "requests": [repeated, {"prompt": 3, "new": 4}]}
 
 
 def cases(rng):
