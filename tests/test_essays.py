@@ -360,7 +360,7 @@ FAULTS = {   # name: (function, code as it stands, code with the fault); more in
     "recompute preempts nothing": (R.change, '== "recompute"', '== ""'),
     "wait admits newcomers": (R.admit, "self.closed and", "False and"),
     "a turn without the answer before": (Session.next, "last.tokens", "last.prompt"),
-    "a hold never ends": (S.schedule, "self.held[self.oldest][1] < step", "False"),
+    "a hold never ends": (S.schedule, "last_step >= step", "True"),
     "running requests go before holds": (S.make_room, "more > len(self.pool.free_queue)", "False"),
     "a failed pass leaves pages of windows": (
         H.undo, "in self.tables[request]:", "in self.tables[request][:1]:"),
