@@ -496,3 +496,13 @@ def test_a_mistake_is_named_if_it_explains_most_and_none_explains_more(wrong, mi
     answers = answers_of(*[int(i in wrong) for i in range(12)])
     said = compare.fault(part_with(mistakes), answers)
     assert said.startswith(f"It is {name}. " if name else "f, with x 0"), said
+
+
+@pytest.mark.parametrize("ones, name", [
+    ({0, 1}, "as if two"),
+    ({0, 1, 2}, "as if two"),   # a second mistake does not hide the first
+    ({0, 2}, None)])            # case 1 is right, where the mistake would be seen
+def test_of_a_few_cases_none_that_is_right_may_refute_a_mistake(ones, name):
+    answers = answers_of(*[int(i in ones) for i in range(4)])
+    said = compare.fault(part_with({"as if two": {0, 1}}, cases=4), answers)
+    assert said.startswith(f"It is {name}. " if name else "f, with x 0"), said

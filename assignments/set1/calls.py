@@ -30,6 +30,9 @@ def forward(T, S, hs, lead=(), past=None, mask=None, seed=0, scale=1, dtype="flo
             made |= {"past_k": k[..., :past, :], "past_v": v[..., :past, :]}
         return made if mask is None else made | {"mask": torch.tensor(mask)}
 
+    arguments = given(q, k, v)
+    # It remembers nothing, neither of this call nor of the next one with other shapes.
+    head(**{name: ~each if name == "mask" else each for name, each in arguments.items()})
     found, eye = {}, torch.eye(S).double().expand(*lead, S, S)
     if dtype != "float32":   # which is no matter of 1e-10
         seen = head(**given(0 * eye[..., :T, :], 0 * eye, eye))
@@ -38,10 +41,8 @@ def forward(T, S, hs, lead=(), past=None, mask=None, seed=0, scale=1, dtype="flo
             found |= {f"row {i // T}, new token {i % T} sees the keys": [
                 j for j, weight in enumerate(row) if weight]
                 for i, row in enumerate(seen.reshape(-1, S).tolist())}
-    arguments = given(q, k, v)
     before = {name: each.clone() for name, each in arguments.items()}
-    head(*[torch.ones_like(q)] * 5)   # of which it remembers nothing
-    head(**{name: ~each if name == "mask" else each for name, each in arguments.items()})   # nor
+    head(*[torch.ones_like(q)] * 5)
     out = head(**arguments)
     found |= {"shape and dtype of the output": kind_of(out), "arguments that it changes": [
         name for name in before if not torch.equal(arguments[name], before[name])]}
